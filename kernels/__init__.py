@@ -1,0 +1,8 @@
+"""The op set that a transformer is built from, written three times with the same names and signatures.
+
+    kernels.reference   NumPy, plain and slow: the truth that the others are tested against
+    kernels.cpu         Numba for the CPU
+    kernels.cuda        Numba CUDA, on a GPU or in Numba's simulator
+
+:mod:`kernels.ops` states what every op promises. Nothing here knows of the engine or of a model.
+"""

@@ -1,0 +1,150 @@
+"""What every implementation of the op set provides, and the layouts that they share.
+
+Letters in shapes: T tokens of a step, S sequences, H hidden size, N and K a linear layer's outputs and inputs, NH query
+heads, KVH key/value heads, D head size, R rotary size (R <= D), B block size, L layers, I MLP size, V vocabulary.
+
+Rules that hold for every op:
+
+* It writes into buffers that it is given and allocates nothing on the device, so that a step can be recorded and replayed.
+* Activations are float32. Softmax, norms and accumulation are in float32 whatever the storage.
+* Storage dtypes are told by the array: ``float32``, ``float16``, or ``uint16`` for the bits of bfloat16.
+* The bits of one token's (or sequence's) result do not depend on which others share the call: ``linear`` reduces over K, and
+  ``paged_attention`` over a sequence's blocks, in one fixed order.
+* Block ids times strides are computed in 64 bits. Slots that hold no token may hold NaN and change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Array = Any  #: numpy.ndarray or cupy.ndarray
+
+WEIGHT_KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
+GROUP_SIZE = 32  #: inputs that share one scale in the int8 and int4 kinds
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear layer's (or an embedding's) weight in the layout that one implementation reads.
+
+    ``shape`` is (N, K): outputs by inputs, or vocabulary by hidden size. ``arrays`` are private to the implementation that
+    made them, which may change their layout freely.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    arrays: tuple[Array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight takes on its device, padding included."""
+        return sum(int(a.nbytes) for a in self.arrays)
+
+
+class Ops(Protocol):
+    """The op set. Each of ``kernels.reference``, ``kernels.cpu`` and ``kernels.cuda`` is a module of this shape."""
+
+    #: How the two caches permute the axes (block, kv head, token in block, head dim) of the plain layout [nb, KVH, B, D].
+    KEY_AXES: tuple[int, int, int, int]
+    VALUE_AXES: tuple[int, int, int, int]
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+    def empty_weight(self, shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
+        """Room for a weight of ``shape`` (N, K), to be filled by :meth:`pack_rows`; ``xp`` is the array module to use."""
+        ...
+
+    def pack_rows(self, weight: PackedWeight, start: int, rows: Array) -> None:
+        """Write host ``rows`` [n, K] (float32, float16 or uint16 = bfloat16) as rows start..start+n of ``weight``.
+
+        Rows already in the weight's own dtype are stored bit for bit. int8 and int4 quantise in groups of 32 inputs:
+        int8 symmetric (scale = max|w| / 127), int4 asymmetric with a scale and a minimum (w ~ q * scale + minimum,
+        q in 0..15), nearest. Raises ValueError where a float16 weight would overflow.
+        """
+        ...
+
+    def unpack_rows(self, weight: PackedWeight, start: int, stop: int) -> Array:
+        """The rows start..stop as a host float32 array [n, K], as :meth:`linear` sees them."""
+        ...
+
+    # ---- layers --------------------------------------------------------------------------------------------------------
+    def embed(self, out: Array, weight: PackedWeight, token_ids: Array) -> None:
+        """out [T, H] = rows ``token_ids`` [T] int32 of ``weight`` (V, H)."""
+        ...
+
+    def rms_norm(self, out: Array, x: Array, weight: Array, eps: float) -> None:
+        """out [T, H] = x / sqrt(mean(x^2) + eps) * weight [H] float32. ``out`` may be ``x``."""
+        ...
+
+    def layer_norm(self, out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
+        """out [T, H] = (x - mean) / sqrt(var + eps) * weight + bias, both [H] float32. ``out`` may be ``x``."""
+        ...
+
+    def linear(self, out: Array, x: Array, weight: PackedWeight, bias: Array | None) -> None:
+        """out [T, N] = x [T, K] @ weight.T + bias [N] float32."""
+        ...
+
+    def rope_and_cache(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cos: Array,
+        sin: Array,
+        positions: Array,
+        key_cache: Array,
+        value_cache: Array,
+        slots: Array,
+    ) -> None:
+        """Rotate q and k in place and write k and v into their pages (the fused reshape-and-write of PagedAttention, section 5).
+
+        q [T, NH, D], k and v [T, KVH, D] may be strided views (of one qkv buffer). cos and sin [P, R/2] float32 are looked
+        up by ``positions`` [T] int32; the first R of D dims are rotated in halves (dim i with dim i + R/2).
+        ``slots`` [T] int64 is block * B + offset; a negative slot is padding and is not written.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        out: Array,
+        q: Array,
+        key_cache: Array,
+        value_cache: Array,
+        block_tables: Array,
+        context_lens: Array,
+        query_start: Array,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> None:
+        """Causal attention of every query over its sequence's pages; chunked prefill and decode in one call.
+
+        out and q [T, NH, D]. Sequence s owns the queries query_start[s] .. query_start[s+1] (query_start [S+1] int32); they
+        are the last tokens of its context_lens[s] (int32, those in the cache already, these queries included).
+        block_tables [S, max_blocks] int32; entries wholly outside what a query sees may be -1 and are not read.
+        ``window`` W lets a token see itself and the W-1 before it (0: all). ``soft_cap`` c maps a score x to c*tanh(x/c)
+        (0: none). Query head h reads kv head h // (NH / KVH).
+        """
+        ...
+
+    def gated_activation(self, out: Array, gate_up: Array, activation: str) -> None:
+        """out [T, I] = activation(gate_up[:, :I]) * gate_up[:, I:]; activation is one of ACTIVATIONS."""
+        ...
+
+    def add(self, out: Array, x: Array, y: Array) -> None:
+        """out = x + y, elementwise, [T, H]. ``out`` may be either."""
+        ...
+
+    def gather_rows(self, out: Array, x: Array, rows: Array) -> None:
+        """out [n, H] = x[rows], ``rows`` [n] int32."""
+        ...
+
+    # ---- pages ---------------------------------------------------------------------------------------------------------
+    def copy_blocks(self, key_cache: Array, value_cache: Array, src: Array, dst: Array) -> None:
+        """Copy blocks src[i] to dst[i] (int64 [n]) in all layers of both caches [L, num_blocks, ...], in one launch."""
+        ...
+
+    def swap_blocks(self, src_cache: Array, dst_cache: Array, src: Array, dst: Array) -> None:
+        """Copy blocks src[i] of one pool [L, n1, ...] to dst[i] of another [L, n2, ...] (device to host pool, or back)."""
+        ...

@@ -1,0 +1,29 @@
+"""Devices, and the KV storage that lives on them. The one place that chooses between CPU and CUDA."""
+
+from __future__ import annotations
+
+from .base import Device
+
+__all__ = ["Device", "open_device"]
+
+
+def open_device(name: str = "auto", num_threads: int | None = None) -> Device:
+    """The device of that name: "cpu", "cuda", "cuda-sim", "reference", or "auto": CUDA where it works, else the CPU.
+
+    Raises InvalidArgumentError where the device cannot be used here, saying what is missing.
+    """
+    if name == "auto":
+        from .cuda import cuda_is_available
+
+        name = "cuda" if cuda_is_available() else "cpu"
+    if name == "cpu":
+        from .cpu import CpuDevice
+
+        return CpuDevice(num_threads)
+    if name == "reference":
+        from .cpu import ReferenceDevice
+
+        return ReferenceDevice()
+    from .cuda import open_cuda
+
+    return open_cuda(name)

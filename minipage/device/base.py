@@ -1,0 +1,53 @@
+"""What a device is: an array module, the ops that run on its arrays, and its memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..kernels.ops import Array, Ops
+
+
+class Device(ABC):
+    """An array module ``xp``, an op set ``ops`` over its arrays, and what memory there is.
+
+    Everything above asks a device for arrays and ops; only this package knows which kind it is.
+    """
+
+    name: str
+    xp: Any
+    ops: Ops
+
+    def array(self, host: np.ndarray) -> Array:
+        """A host array on the device (the same object where the device is the host)."""
+        return self.xp.asarray(host)
+
+    @abstractmethod
+    def host(self, array: Array) -> np.ndarray:
+        """A device array on the host; waits for what writes it."""
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An uninitialised device array."""
+        return self.xp.empty(tuple(shape), dtype=dtype)
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that could be allocated now."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Bytes that the device has in all."""
+
+    def compute(self) -> AbstractContextManager[Any]:
+        """The context that ops run under: whatever the device needs set or held meanwhile."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait for all ops launched so far."""
+
+    def close(self) -> None:
+        """Give back what the device holds of its own, threads and streams among it."""

@@ -1,0 +1,174 @@
+"""The transformer: embedding, layers of attention and gated MLP, final norm, output head (Llama and its kin).
+
+Letters in shapes: T tokens, H hidden size, NH query heads, KVH key/value heads, D head size, I MLP size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from .batch import Batch
+from .config import ModelConfig
+from .rope import rope_tables
+
+Array = Any
+
+
+class Device(Protocol):
+    """What a model needs of a device: its ops, and arrays for its buffers."""
+
+    @property
+    def ops(self) -> Any: ...
+    def array(self, host: np.ndarray) -> Array: ...
+    def empty(self, shape: Any, dtype: Any) -> Array: ...
+
+
+class KVPages(Protocol):
+    """What a model needs of the KV cache."""
+
+    def layer(self, index: int) -> tuple[Array, Array]: ...
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over paged K and V."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], prefix: str, window: int) -> None:
+        self.qkv, self.qkv_bias = params[prefix + "qkv"], params.get(prefix + "qkv_bias")
+        self.output, self.output_bias = params[prefix + "o"], params.get(prefix + "o_bias")
+        self.scale = config.head_dim**-0.5
+        self.window = window
+
+    def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]) -> None:
+        q, k, v, attended = buffers.q, buffers.k, buffers.v, buffers.attended
+        ops.linear(buffers.qkv, x, self.qkv, self.qkv_bias)
+        ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages, batch.slots)
+        lengths = (batch.block_tables, batch.context_lens, batch.query_start)
+        ops.paged_attention(attended, q, *pages, *lengths, self.scale, self.window, 0.0)
+        ops.linear(out, buffers.attended_rows, self.output, self.output_bias)
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], prefix: str) -> None:
+        self.gate_up, self.gate_up_bias = params[prefix + "gate_up"], params.get(prefix + "gate_up_bias")
+        self.down, self.down_bias = params[prefix + "down"], params.get(prefix + "down_bias")
+        self.activation = config.activation
+
+    def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers) -> None:
+        ops.linear(buffers.gate_up, x, self.gate_up, self.gate_up_bias)
+        ops.gated_activation(buffers.activated, buffers.gate_up, self.activation)
+        ops.linear(out, buffers.activated, self.down, self.down_bias)
+
+
+class Layer:
+    """A pre-norm transformer layer: h += attention(norm(h)); h += mlp(norm(h))."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], index: int) -> None:
+        prefix = f"layers.{index}."
+        self.eps = config.norm_eps
+        self.input_norm, self.post_norm = params[prefix + "input_norm"], params[prefix + "post_norm"]
+        self.attention = Attention(config, params, prefix, config.windows[index])
+        self.mlp = GatedMLP(config, params, prefix)
+
+    def __call__(self, ops: Any, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]) -> None:
+        h, x = buffers.hidden, buffers.normed
+        ops.rms_norm(x, h, self.input_norm, self.eps)
+        self.attention(ops, x, x, buffers, batch, pages)
+        ops.add(h, h, x)
+        ops.rms_norm(x, h, self.post_norm, self.eps)
+        self.mlp(ops, x, x, buffers)
+        ops.add(h, h, x)
+
+
+class Buffers:
+    """The activations of a step of up to T tokens, allocated once; :meth:`rows` gives views of the first tokens."""
+
+    def __init__(self, config: ModelConfig, device: Device, max_tokens: int, num_positions: int) -> None:
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._config = config
+
+        def empty(*shape: int) -> Array:
+            return device.empty(shape, np.float32)
+
+        self.hidden = empty(max_tokens, config.hidden_size)
+        self.normed = empty(max_tokens, config.hidden_size)
+        self.qkv = empty(max_tokens, (heads + 2 * kv_heads) * dim)
+        self.attended_rows = empty(max_tokens, heads * dim)
+        self.gate_up = empty(max_tokens, 2 * config.intermediate_size)
+        self.activated = empty(max_tokens, config.intermediate_size)
+        self.cos, self.sin = (device.array(table) for table in rope_tables(config.rope, num_positions))
+        self._split_heads()
+
+    def _split_heads(self) -> None:
+        heads, kv_heads, dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
+        qkv = self.qkv.reshape(len(self.qkv), -1, dim)
+        self.q, self.k, self.v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        self.attended = self.attended_rows.reshape(len(self.qkv), heads, dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers and tables."""
+        owned = (self.hidden, self.normed, self.qkv, self.attended_rows, self.gate_up, self.activated, self.cos, self.sin)
+        return sum(int(array.nbytes) for array in owned)
+
+    def rows(self, num_tokens: int) -> Buffers:
+        """The same buffers, cut to the first ``num_tokens`` rows; the rotary tables stay whole."""
+        part = object.__new__(Buffers)
+        part._config, part.cos, part.sin = self._config, self.cos, self.sin
+        for name in ("hidden", "normed", "qkv", "attended_rows", "gate_up", "activated"):
+            setattr(part, name, getattr(self, name)[:num_tokens])
+        part._split_heads()
+        return part
+
+
+class Decoder:
+    """A whole model over the ops of a device. One step at a time: the buffers are its own."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Mapping[str, Any],
+        device: Device,
+        *,
+        max_tokens: int,
+        max_logit_rows: int,
+        num_positions: int,
+    ) -> None:
+        """``params`` are named as in :mod:`.plan`; steps have at most ``max_tokens`` tokens at positions below ``num_positions``."""
+        self.config = config
+        self.max_logit_rows = max_logit_rows
+        self._ops = device.ops
+        self._embed, self._norm = params["embed"], params["norm"]
+        self._head = params.get("lm_head", params["embed"])
+        self._layers = [Layer(config, params, i) for i in range(config.num_layers)]
+        self._buffers = Buffers(config, device, max_tokens, num_positions)
+        self._logits = device.empty((max_logit_rows, config.vocab_size), np.float32)
+        self._last = device.empty((max_logit_rows, config.hidden_size), np.float32)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of activations, rotary tables and logits."""
+        return self._buffers.nbytes + int(self._logits.nbytes + self._last.nbytes)
+
+    def forward(self, batch: Batch, kv: KVPages) -> None:
+        """Run all layers over a batch: K and V are written into ``kv``, the hidden states kept for :meth:`logits`."""
+        ops, buffers = self._ops, self._buffers.rows(len(batch.token_ids))
+        ops.embed(buffers.hidden, self._embed, batch.token_ids)
+        for index, layer in enumerate(self._layers):
+            layer(ops, buffers, batch, kv.layer(index))
+
+    def logits(self, rows: Array) -> Array:
+        """Logits [n, V] float32 of the tokens ``rows`` [n] int32 of the last batch, n <= max_logit_rows.
+
+        The result is a view of a buffer that the next call writes again.
+        """
+        ops, count = self._ops, len(rows)
+        last, logits = self._last[:count], self._logits[:count]
+        ops.gather_rows(last, self._buffers.hidden, rows)
+        ops.rms_norm(last, last, self._norm, self.config.norm_eps)
+        ops.linear(logits, last, self._head, None)
+        return logits

@@ -1,0 +1,309 @@
+"""REF, the oracle: an independent Llama forward in NumPy that recomputes everything for every token.
+
+No cache, no batch, one sequence at a time, straight from the file, and not a line shared with minipage: what the engine
+gives, however it batches, chunks, preempts or shares, must be what this gives.
+
+Letters in shapes: T tokens, V vocabulary, H hidden size, D head size, R rotary size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = Any  #: a NumPy array
+
+
+class Reference:
+    """A Llama read from a checkpoint folder or a GGUF file, computed in ``dtype`` (float64, or float32)."""
+
+    def __init__(self, path: str | Path, dtype: npt.DTypeLike = np.float64) -> None:
+        path = Path(path)
+        self.dtype = np.dtype(dtype)
+        self.config, self.tensors = read_gguf(path) if path.suffix == ".gguf" else read_folder(path)
+        config = self.config
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config.get("num_key_value_heads") or self.num_heads
+        self.head_dim: int = config.get("head_dim") or config["hidden_size"] // self.num_heads
+        self.tied = bool(config.get("tie_word_embeddings", False))
+
+    def weight(self, name: str) -> Array:
+        """A tensor in the computing dtype; a KeyError if the file lacks it."""
+        return self.tensors[name].astype(self.dtype, copy=False)
+
+    def linear(self, x: Array, name: str) -> Array:
+        """x @ weight.T, plus the bias where the file has one."""
+        y = x @ self.weight(name + ".weight").T
+        return y + self.weight(name + ".bias") if name + ".bias" in self.tensors else y
+
+    def norm(self, x: Array, name: str) -> Array:
+        """Root mean square norm."""
+        variance = np.mean(x * x, axis=-1, keepdims=True)
+        return (
+            x / np.sqrt(variance + np.asarray(self.config["rms_norm_eps"], self.dtype)) * self.weight(name + ".weight")
+        )
+
+    def logits(self, token_ids: Sequence[int], window: int | None = None) -> Array:
+        """Logits [T, V] after each of ``token_ids``. A ``window`` W lets a token see itself and the W-1 before it."""
+        x = self.weight("model.embed_tokens.weight")[np.asarray(token_ids)]
+        cos, sin = (table.astype(self.dtype) for table in rope_tables(self.config, self.head_dim, len(token_ids)))
+        for i in range(self.config["num_hidden_layers"]):
+            layer = f"model.layers.{i}."
+            x = x + self.attention(self.norm(x, layer + "input_layernorm"), layer + "self_attn.", cos, sin, window)
+            x = x + self.mlp(self.norm(x, layer + "post_attention_layernorm"), layer + "mlp.")
+        x = self.norm(x, "model.norm")
+        return x @ self.weight("model.embed_tokens.weight" if self.tied else "lm_head.weight").T
+
+    def attention(self, x: Array, name: str, cos: Array, sin: Array, window: int | None) -> Array:
+        """Causal attention of x [T, H] over itself."""
+        tokens = len(x)
+        q = self.linear(x, name + "q_proj").reshape(tokens, self.num_heads, self.head_dim)
+        k = self.linear(x, name + "k_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
+        v = self.linear(x, name + "v_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        age = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]  # of each key, seen from each query
+        hidden = (age < 0) | (age >= window) if window else age < 0
+        out = np.empty_like(q)
+        for head in range(self.num_heads):
+            shared = head * self.num_kv_heads // self.num_heads
+            scores = q[:, head] @ k[:, shared].T * np.asarray(self.head_dim**-0.5, self.dtype)
+            scores[hidden] = -np.inf
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, shared]
+        return self.linear(out.reshape(tokens, -1), name + "o_proj")
+
+    def mlp(self, x: Array, name: str) -> Array:
+        """down(silu(gate) * up)."""
+        gate = self.linear(x, name + "gate_proj")
+        return self.linear(gate / (1 + np.exp(-gate)) * self.linear(x, name + "up_proj"), name + "down_proj")
+
+
+# ---- what tests ask --------------------------------------------------------------------------------------------------
+
+
+def greedy(
+    model: Reference, prompt: Sequence[int], num_tokens: int, window: int | None = None, stop: Sequence[int] = ()
+) -> list[int]:
+    """The ``num_tokens`` most likely tokens after ``prompt``, one by one; ends early behind a token of ``stop``."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(np.argmax(model.logits(token_ids, window)[-1])))
+        if token_ids[-1] in stop:
+            break
+    return token_ids[len(prompt) :]
+
+
+def log_softmax(logits: Array) -> Array:
+    """Log probabilities over the last axis, in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def smallest_gap(model: Reference, prompt: Sequence[int], num_tokens: int, window: int | None = None) -> float:
+    """How close the two best logits come over ``num_tokens`` greedy steps; below rounding, the winner is luck."""
+    token_ids = [*prompt, *greedy(model, prompt, num_tokens, window)]
+    best = np.sort(model.logits(token_ids[:-1], window)[len(prompt) - 1 :], axis=-1)
+    return float((best[:, -1] - best[:, -2]).min())
+
+
+def safe_prompts(
+    model: Reference,
+    lengths: Sequence[int],
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    gap: float = 0.002,
+    window: int | None = None,
+) -> list[list[int]]:
+    """A random prompt of each length whose ``num_tokens`` greedy steps are never a close call."""
+    rng = np.random.default_rng(seed)
+    vocab = model.config["vocab_size"]
+
+    def candidates(length: int) -> Iterator[list[int]]:
+        while True:
+            yield [int(i) for i in rng.integers(0, vocab, length)]
+
+    return [
+        next(prompt for prompt in candidates(length) if smallest_gap(model, prompt, num_tokens, window) >= gap)
+        for length in lengths
+    ]
+
+
+# ---- rotary position embedding ---------------------------------------------------------------------------------------
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate dim i of x [T, heads, D] with dim i + R/2; cos and sin [T, R/2]."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], axis=-1)
+
+
+def rope_tables(config: Mapping[str, Any], head_dim: int, num_positions: int) -> tuple[Array, Array]:
+    """cos and sin [T, R/2] in float64, each position in turn, with what the config's scaling rule makes of it."""
+    rule = {"rope_theta": config.get("rope_theta", 10000.0), "partial_rotary_factor": 1.0}
+    rule |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rule.get("rope_type") or rule.get("type") or "default"
+    rotary = int(head_dim * rule["partial_rotary_factor"])
+    cos, sin = np.empty((num_positions, rotary // 2)), np.empty((num_positions, rotary // 2))
+    for position in range(num_positions):
+        frequencies, factor = scaled_frequencies(kind, rule, config, rotary, position)
+        cos[position] = np.cos(position * frequencies) * factor
+        sin[position] = np.sin(position * frequencies) * factor
+    return cos, sin
+
+
+def scaled_frequencies(
+    kind: str, rule: Mapping[str, Any], config: Mapping[str, Any], rotary: int, position: int
+) -> tuple[Array, float]:
+    """The angle per position of each pair [R/2], and the factor on cos and sin."""
+    base = float(rule["rope_theta"])
+    exponents = np.arange(0, rotary, 2) / rotary
+    plain = base**-exponents
+    if kind == "default":
+        divisors = rule.get("divisors")
+        return (plain / np.asarray(divisors, np.float64) if divisors is not None else plain), 1.0
+    limit = config["max_position_embeddings"]
+    original = rule.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or limit
+    factor = float(rule["factor"])
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "dynamic":  # the base grows with the sequence, here the tokens up to this one
+        length = max(position + 1, limit)
+        grown = base * (factor * length / limit - (factor - 1)) ** (rotary / (rotary - 2))
+        return grown**-exponents, 1.0
+    if kind == "llama3":
+        return np.array([llama3_frequency(f, factor, rule, original) for f in plain]), 1.0
+    if kind == "yarn":
+        return yarn_frequencies(plain, factor, rule, original, base, rotary)
+    raise ValueError(f"REF knows no rope type {kind!r}")
+
+
+def llama3_frequency(frequency: float, factor: float, rule: Mapping[str, Any], original: int) -> float:
+    """Llama 3.1: long waves are slowed by ``factor``, short ones kept, those between are blended."""
+    turns = original * frequency / (2 * math.pi)  # over the original context
+    low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+    kept: float = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def yarn_frequencies(
+    plain: Array, factor: float, rule: Mapping[str, Any], original: int, base: float, rotary: int
+) -> tuple[Array, float]:
+    """YaRN (Peng et al. 2023, section 3): a ramp over the pairs from kept to slowed, and a sharper softmax."""
+
+    def pair_with_turns(turns: float) -> float:
+        return rotary * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_with_turns(rule.get("beta_fast") or 32), pair_with_turns(rule.get("beta_slow") or 1)
+    if rule.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary - 1)
+    slowed = np.clip((np.arange(rotary // 2) - low) / ((high - low) or 0.001), 0, 1)
+    return plain * (1 - slowed) + plain / factor * slowed, yarn_attention_factor(factor, rule)
+
+
+def yarn_attention_factor(factor: float, rule: Mapping[str, Any]) -> float:
+    """The factor on cos and sin: given, or 0.1 ln(factor) + 1, or DeepSeek's quotient of two of these."""
+
+    def sharpness(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = rule.get("attention_factor")
+    if given is not None:
+        return float(given)
+    if rule.get("mscale") and rule.get("mscale_all_dim"):
+        return sharpness(rule["mscale"]) / sharpness(rule["mscale_all_dim"])
+    return sharpness(1.0)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """config.json and the tensors of model.safetensors, as float32."""
+    config = json.loads((path / "config.json").read_text())
+    data = (path / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        stored = np.frombuffer(
+            data[start + begin : start + end], {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry["dtype"]]
+        )
+        if entry["dtype"] == "BF16":
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        tensors[name] = stored.astype(np.float32).reshape(entry["shape"])
+    return config, tensors
+
+
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """A llama GGUF file as config and float32 tensors under their Hugging Face names."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+
+    def field(key: str, default: Any = None) -> Any:
+        found = reader.get_field("llama." + key)
+        return default if found is None else found.contents()
+
+    heads = field("attention.head_count")
+    config = {
+        "hidden_size": field("embedding_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "head_dim": field("rope.dimension_count"),
+        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
+        "rope_theta": field("rope.freq_base", 10000.0),
+        "max_position_embeddings": field("context_length"),
+    }
+    tensors: dict[str, Array] = {}
+    for tensor in reader.tensors:
+        values = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        stem, _, kind = tensor.name.rpartition(".")
+        if stem == "rope_freqs":
+            config["rope_parameters"] = {"rope_theta": config["rope_theta"], "divisors": values}
+            continue
+        block = stem.split(".")
+        if block[-1] in ("attn_q", "attn_k"):
+            values = halves_from_pairs(
+                values, config["num_attention_heads" if block[-1] == "attn_q" else "num_key_value_heads"]
+            )
+        prefix = f"model.layers.{block[1]}." if block[0] == "blk" else ""
+        tensors[f"{prefix}{GGUF_NAMES[block[-1]]}.{kind}"] = values
+    config["vocab_size"] = len(tensors["model.embed_tokens.weight"])
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    return config, tensors
+
+
+def halves_from_pairs(rows: Array, num_heads: int) -> Array:
+    """Undo GGUF's row order, in which the two dims that rotate together are neighbours."""
+    per_head = len(rows) // num_heads
+    order = np.arange(len(rows)).reshape(num_heads, per_head // 2, 2).swapaxes(1, 2).reshape(-1)
+    return rows[order]

@@ -1,0 +1,31 @@
+"""Which tensors of a checkpoint become which parameters of a model: a family states it, a loader follows it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that the checkpoint must have."""
+
+    name: str
+    shape: tuple[int, ...]
+    padded: bool = (
+        False  #: the file may have more rows than ``shape``; they are not used (a vocabulary padded to a round size)
+    )
+
+
+class Parameter(NamedTuple):
+    """One parameter, made of one or more tensors stacked by rows in the order given (q, k and v to qkv)."""
+
+    name: str
+    role: Literal["linear", "vector"]  #: linear: a packed weight (N, K); vector: float32 [N]
+    tensors: tuple[TensorSpec, ...]
+
+
+class Plan(NamedTuple):
+    """All parameters of a model, and what else its files may hold."""
+
+    parameters: tuple[Parameter, ...]
+    ignored: tuple[str, ...]  #: regular expressions that match the whole name of a buffer that is computed, never read
+    superseded: tuple[str, ...]  #: names of tensors that another one stands in for; not used, with a warning

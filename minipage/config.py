@@ -18,11 +18,15 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 
 def parse_bytes(value: int | str, name: str = "size") -> int:
     """A number of bytes from an int or a string such as ``"512MiB"``, ``"2 GB"`` or ``"1000"``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    )
     if match is not None:
         return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
     if isinstance(value, str):
-        raise InvalidArgumentError(f"{name}={value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise InvalidArgumentError(
+            f"{name}={value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        )
     return _integer(name, value, 1)
 
 
@@ -39,7 +43,9 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
-        raise InvalidArgumentError(f"{name}={value!r} is not allowed; it must be one of {', '.join(map(repr, allowed))}")
+        raise InvalidArgumentError(
+            f"{name}={value!r} is not allowed; it must be one of {', '.join(map(repr, allowed))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,9 @@ class EngineConfig:
         self._set("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
         if self.kv_cache_memory is not None:
             if self.num_blocks is not None:
-                raise InvalidArgumentError("num_blocks and kv_cache_memory both say how large the KV cache is; give one of them")
+                raise InvalidArgumentError(
+                    "num_blocks and kv_cache_memory both say how large the KV cache is; give one of them"
+                )
             self._set("kv_cache_memory", parse_bytes(self.kv_cache_memory, "kv_cache_memory"))
 
     def _set(self, name: str, value: int) -> None:

@@ -41,7 +41,9 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.window = window
 
-    def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]) -> None:
+    def __call__(
+        self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]
+    ) -> None:
         q, k, v, attended = buffers.q, buffers.k, buffers.v, buffers.attended
         ops.linear(buffers.qkv, x, self.qkv, self.qkv_bias)
         ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages, batch.slots)
@@ -112,7 +114,16 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers and tables."""
-        owned = (self.hidden, self.normed, self.qkv, self.attended_rows, self.gate_up, self.activated, self.cos, self.sin)
+        owned = (
+            self.hidden,
+            self.normed,
+            self.qkv,
+            self.attended_rows,
+            self.gate_up,
+            self.activated,
+            self.cos,
+            self.sin,
+        )
         return sum(int(array.nbytes) for array in owned)
 
     def rows(self, num_tokens: int) -> Buffers:
@@ -138,7 +149,9 @@ class Decoder:
         max_logit_rows: int,
         num_positions: int,
     ) -> None:
-        """``params`` are named as in :mod:`.plan`; steps have at most ``max_tokens`` tokens at positions below ``num_positions``."""
+        """``params`` are named as a family's plan does; a step has at most ``max_tokens`` tokens, at positions below
+        ``num_positions``.
+        """
         self.config = config
         self.max_logit_rows = max_logit_rows
         self._ops = device.ops

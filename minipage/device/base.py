@@ -46,8 +46,8 @@ class Device(ABC):
         """The context that ops run under: whatever the device needs set or held meanwhile."""
         return nullcontext()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027  (what runs at once has nothing to wait for)
         """Wait for all ops launched so far."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (host arrays go by themselves)
         """Give back what the device holds of its own, threads and streams among it."""

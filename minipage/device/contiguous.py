@@ -43,7 +43,9 @@ class ContiguousKVCache:
             raise ValueError(f"row {row} is not reserved")
         start = self._lengths[row]
         if start + num_tokens > self.max_length:
-            raise ValueError(f"row {row} holds {start} tokens; {num_tokens} more pass its maximum length {self.max_length}")
+            raise ValueError(
+                f"row {row} holds {start} tokens; {num_tokens} more pass its maximum length {self.max_length}"
+            )
         self._lengths[row] = start + num_tokens
         return range(row * self.max_length + start, row * self.max_length + start + num_tokens)
 

@@ -88,7 +88,11 @@ def plan_num_blocks(
     """
     if num_blocks is None:
         usable = -(-most_tokens // shape.block_size)
-        num_blocks = min(free_memory // 2 // shape.bytes_per_block, usable) if budget is None else budget // shape.bytes_per_block
+        num_blocks = (
+            min(free_memory // 2 // shape.bytes_per_block, usable)
+            if budget is None
+            else budget // shape.bytes_per_block
+        )
     wanted = num_blocks * shape.bytes_per_block
     message = (
         f"weights {_mib(weight_bytes)}, free memory {_mib(free_memory)}, {shape.bytes_per_block:,} bytes per block of "
@@ -96,7 +100,8 @@ def plan_num_blocks(
     )
     if num_blocks < 1:
         raise OutOfMemoryError(
-            f"the KV cache has no room for one block ({message}); give more kv_cache_memory, a smaller block_size or another device"
+            f"the KV cache has no room for one block ({message}); "
+            "give more kv_cache_memory, a smaller block_size or another device"
         )
     if wanted > free_memory:
         raise OutOfMemoryError(f"the KV cache does not fit ({message}); lower num_blocks or kv_cache_memory")

@@ -1,0 +1,100 @@
+"""Reads a prompt as token ids and refuses what can never be served, before anything is queued."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidArgumentError
+from ..sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+
+#: Text, token ids, or a mapping with "prompt" or "prompt_token_ids".
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class PromptReader:
+    """Checks prompts against one model's vocabulary, length and pool."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        longest_total: Callable[[int, int], int],
+    ) -> None:
+        """``longest_total(num_prompt_tokens, n)`` says how long n sequences of a prompt can get in the pool (0: not at all)."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._longest_total = longest_total
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The prompt's text (None where only ids were given) and its token ids. Raises InvalidArgumentError."""
+        params.validate_for_vocab(self._vocab_size)
+        if params.n > self._max_num_seqs:
+            raise InvalidArgumentError(f"n={params.n} is not allowed; max_num_seqs={self._max_num_seqs} is the most")
+        if params.stop and self._tokenizer is None:
+            raise InvalidArgumentError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+        text, token_ids = self._split(prompt)
+        if token_ids is None:
+            token_ids = self._encode(text)
+        if not token_ids:
+            raise InvalidArgumentError("the prompt is empty; it must have at least one token")
+        return text, token_ids
+
+    def longest_total(self, num_tokens: int, n: int) -> int:
+        """The most tokens, prompt and output, that a prompt can reach; refuses one without room for any output."""
+        if num_tokens >= self._max_model_len:
+            raise InvalidArgumentError(
+                f"the prompt has {num_tokens} tokens; max_model_len={self._max_model_len} allows at most "
+                f"{self._max_model_len - 1}, so that one can be generated"
+            )
+        longest = self._longest_total(num_tokens, n)
+        if longest == 0:
+            raise InvalidArgumentError(
+                f"the prompt has {num_tokens} tokens, more than the whole KV cache holds; shorten it or give more num_blocks"
+            )
+        return min(longest, self._max_model_len)
+
+    def _split(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        if isinstance(prompt, str):
+            return prompt, None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise InvalidArgumentError(
+                    f"a prompt mapping has the keys 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is not None and not isinstance(text, str):
+                raise InvalidArgumentError(f"prompt must be a string, not {type(text).__name__}")
+            return text, None if ids is None else self._check_ids(ids)
+        return None, self._check_ids(prompt)
+
+    def _encode(self, text: str | None) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidArgumentError("this model has no tokenizer.json, so prompts must be token ids")
+        if text is None:
+            raise InvalidArgumentError("a prompt mapping needs 'prompt' or 'prompt_token_ids'")
+        return self._tokenizer.encode(text)
+
+    def _check_ids(self, ids: Iterable[Any]) -> list[int]:
+        if not isinstance(ids, Iterable) or isinstance(ids, bytes):
+            raise InvalidArgumentError(f"a prompt must be a string or a list of token ids, not {type(ids).__name__}")
+        checked = []
+        for index, value in enumerate(ids):
+            try:
+                token_id = operator.index(value)
+            except TypeError:
+                token_id = -1
+            if isinstance(value, bool) or not 0 <= token_id < self._vocab_size:
+                raise InvalidArgumentError(
+                    f"prompt_token_ids[{index}]={value!r} is not allowed; it must be an integer from 0 to {self._vocab_size - 1}"
+                )
+            checked.append(token_id)
+        return checked

@@ -1,0 +1,75 @@
+"""Turns what the scheduler decided into one flat batch of arrays, and runs the model on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import copy_launches
+from ..device.base import Device
+from ..device.kv_cache import KVCache
+from ..models.batch import Batch
+from ..models.decoder import Decoder
+from .scheduler import Scheduled, Step
+
+
+class Runner:
+    """Runs steps of a model over a KV cache. Each step replaces the hidden states of the one before."""
+
+    def __init__(self, device: Device, model: Decoder, kv: KVCache) -> None:
+        self._device = device
+        self._model = model
+        self.kv = kv
+
+    @property
+    def max_logit_rows(self) -> int:
+        """The most rows that one call of :meth:`logits` takes."""
+        return self._model.max_logit_rows
+
+    def execute(self, step: Step) -> None:
+        """Make the step's block copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
+        with self._device.compute():
+            for launch in copy_launches(step.copies):
+                self.kv.copy(launch)
+            self._model.forward(self._batch(step.scheduled), self.kv)
+
+    def logits(self, rows: list[int]) -> np.ndarray:
+        """Logits [n, V] float32 on the host of rows (token indices) of the last step, n <= max_logit_rows.
+
+        Valid until the next call.
+        """
+        with self._device.compute():
+            return self._device.host(self._model.logits(self._device.array(np.array(rows, dtype=np.int32))))
+
+    def _batch(self, scheduled: list[Scheduled]) -> Batch:
+        """T tokens of S sequences; sequence s owns the tokens query_start[s] .. query_start[s+1].
+
+        The slot of position p is table[p // block_size] * block_size + p % block_size.
+        """
+        size = self.kv.shape.block_size
+        counts = np.array([item.num_tokens for item in scheduled])
+        starts = np.array([item.sequence.num_computed for item in scheduled])
+        token_ids: list[int] = []
+        for _, sequence, count in scheduled:
+            token_ids += sequence.token_ids[sequence.num_computed : sequence.num_computed + count]
+        query_start = np.concatenate([[0], np.cumsum(counts)])
+        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+        tables = self._block_tables([item.sequence.table.blocks for item in scheduled])
+        blocks = tables[np.repeat(np.arange(len(scheduled)), counts), positions // size]
+        slots = blocks.astype(np.int64) * size + positions % size
+        array = self._device.array
+        return Batch(
+            token_ids=array(np.array(token_ids, dtype=np.int32)),
+            positions=array(positions.astype(np.int32)),
+            slots=array(slots),
+            query_start=array(query_start.astype(np.int32)),
+            context_lens=array((starts + counts).astype(np.int32)),
+            block_tables=array(tables),
+        )
+
+    @staticmethod
+    def _block_tables(tables: list[list[int]]) -> np.ndarray:
+        """Block tables side by side, [S, longest] int32, padded with -1."""
+        padded = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
+        for row, blocks in zip(padded, tables, strict=True):
+            row[: len(blocks)] = blocks
+        return padded

@@ -1,0 +1,240 @@
+"""``LLM``: a model in your program. Names follow vLLM's offline API."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .config import EngineConfig
+from .engine.engine import Stats
+from .engine.loading import load_engine
+from .engine.prompt import Prompt
+from .engine.request import Request
+from .errors import InvalidArgumentError
+from .outputs import RequestOutput
+from .sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model on a device with a paged KV cache, serving any number of prompts by continuous batching.
+
+    Args:
+        model: a folder in Hugging Face layout, a .gguf file, a hub id; None is the demo model, SmolLM2-135M-Instruct.
+        device: "auto", "cpu", "cuda", "cuda-sim" (CUDA kernels in Numba's simulator) or "reference" (NumPy), both for tests.
+        dtype: of the weights, "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Activations are float32.
+        quantization: "int8" or "int4" quantises the linear layers while loading.
+        kv_cache_dtype: of K and V; "auto" is the dtype of the weights.
+        block_size: tokens a block holds.
+        num_blocks: blocks to hold; None takes them from ``kv_cache_memory`` (bytes, or "512MiB"), or from what is free.
+        max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows.
+        max_num_seqs: the most sequences that run at once.
+        max_num_batched_tokens: the most tokens that a step computes; longer prompts are computed in chunks.
+        enable_prefix_caching: keep the blocks of what was computed and find them again for prompts that begin alike.
+        preemption_mode: what happens to a request that gives its blocks up: "recompute".
+        num_threads: CPU threads; None is the number of physical cores.
+        seed: seeds the requests that have no seed of their own.
+
+    Raises:
+        InvalidArgumentError, ModelLoadError, OutOfMemoryError: all are ValueError, and say what is allowed.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        preemption_mode: str = "recompute",
+        num_threads: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption_mode=preemption_mode,
+            num_threads=num_threads,
+            seed=seed,
+        )
+        self.engine, self.info = load_engine(model, config)  #: the engine, and what was loaded
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; results are in the order of the prompts.
+
+        A prompt is text, a list of token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``. ``sampling_params`` is
+        one for all, or one a prompt. One bad prompt is an error before any work starts. From several threads at once, all are
+        served together.
+        """
+        many = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(many))
+        requests = [self._prepare(prompt, each) for prompt, each in zip(many, params, strict=True)]
+        return self._run(requests, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding its output each time that something is new; ``outputs[j].delta_text`` is the new text.
+
+        Leaving the iteration early aborts the request.
+        """
+        return self._stream(self._prepare(prompt, sampling_params or SamplingParams()))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many: messages are dicts with "role" and "content", put through the model's chat template.
+
+        ``template_options`` are passed to the template (``tools``, ``add_generation_prompt``, ...).
+        """
+        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        params = _params_list(sampling_params, len(many))
+        requests = [
+            self._prepare_chat(each, options, template_options)  # type: ignore[arg-type]
+            for each, options in zip(many, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as :meth:`stream` completes a prompt."""
+        return self._stream(self._prepare_chat(messages, sampling_params or SamplingParams(), template_options))
+
+    def stats(self) -> Stats:
+        """Blocks, requests and counters; see :class:`~minipage.engine.engine.Stats`."""
+        return self.engine.stats()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, naming the block, where reference counts, tables and free list disagree."""
+        self.engine.check_integrity()
+
+    def close(self) -> None:
+        """Abort what is running and give the memory back."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---- inside --------------------------------------------------------------------------------------------------------
+    def _prepare(self, prompt: Prompt, params: SamplingParams, text: str | None = None) -> Request:
+        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, text)
+
+    def _prepare_chat(self, messages: Messages, params: SamplingParams, options: Mapping[str, Any]) -> Request:
+        from .text.chat import encode_chat, render_chat
+
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise InvalidArgumentError(
+                "this model has no tokenizer, so it has no chat template; use generate with token ids"
+            )
+        text = render_chat(tokenizer, messages, **options)
+        return self._prepare(encode_chat(tokenizer, messages, **options), params, text)
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Step the engine until all requests are finished; they are aborted where anything raises."""
+        done: dict[str, RequestOutput] = {}
+        with _progress(len(requests), use_tqdm) as progress:
+
+            def take(output: RequestOutput) -> None:
+                done[output.request_id] = output
+                progress(output)
+
+            try:
+                for request in requests:
+                    self.engine.submit(request, on_output=take, final_only=True)
+                while len(done) < len(requests):
+                    self.engine.step()
+            finally:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+        return [done[request.request_id] for request in requests]
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        self.engine.submit(request, on_output=outputs.append)
+        try:
+            finished = False
+            while not finished:
+                self.engine.step()
+                ready, outputs[:] = list(outputs), []
+                for output in ready:
+                    finished = output.finished
+                    yield output
+        finally:
+            self.engine.abort(request.request_id)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: a string, a mapping and a list of integers are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__len__"):
+        raise InvalidArgumentError(f"prompts must be text, token ids, or a list of them, not {type(prompts).__name__}")
+    if len(prompts) and not isinstance(prompts[0], str | Mapping | Sequence) and not hasattr(prompts[0], "__len__"):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidArgumentError(
+            f"{len(params)} sampling_params were given for {count} prompts; give one, or one a prompt"
+        )
+    return list(params)
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[RequestOutput], None]]:
+    """A bar of finished prompts with generated tokens a second, on a terminal only; yields what to call with each output."""
+    if not shown:
+        yield lambda output: None
+        return
+    from tqdm import tqdm
+
+    tokens = 0
+    with tqdm(total=total, desc="Prompts", disable=None, dynamic_ncols=True) as bar:
+
+        def advance(output: RequestOutput) -> None:
+            nonlocal tokens
+            tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            elapsed = bar.format_dict["elapsed"]
+            bar.set_postfix_str(f"{tokens / elapsed if elapsed else 0:.1f} tok/s", refresh=False)
+            bar.update()
+
+        yield advance

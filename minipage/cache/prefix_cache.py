@@ -1,0 +1,109 @@
+"""Finding blocks by the tokens that they hold, so that a prompt's known beginning is not computed again.
+
+PagedAttention (section 4.4) shares prefixes that are known in advance; here every full block that was computed can be
+found again, under a key that is a hash chain:
+
+    root        key = SHA-256(salt)
+    block i     key = SHA-256(key of block i-1 + token ids of block i)
+
+The key finds a block, the tokens decide: they are compared on every hit, so that no collision, met or made, lets one
+sequence read another's K and V.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+from .block_allocator import BlockAllocator
+from .block_table import BlockTable
+from .prefix import Prefix
+
+
+def sha256(data: bytes) -> bytes:
+    """SHA-256 (FIPS 180-4): the 32 bytes of the digest."""
+    return hashlib.sha256(data).digest()
+
+
+class PrefixCache:
+    """The published blocks of an allocator, by prefix. They stay until the allocator needs them for something else.
+
+    Requests with different salts share nothing. ``block_size`` must be that of the tables.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, hash_function: Callable[[bytes], bytes] = sha256
+    ) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._hash = hash_function
+        self._blocks: dict[bytes, int] = {}  # key -> the block published under it
+        self._prefixes: dict[int, Prefix] = {}  # published block -> what it holds
+        allocator.on_evict = self._forget
+
+    def match(self, token_ids: Sequence[int], max_tokens: int, salt: str | None = None) -> list[int]:
+        """The blocks of the longest published prefix of ``token_ids`` that has at most ``max_tokens`` tokens.
+
+        It takes no references: fork the blocks, for a table to adopt, before anything else is allocated.
+        """
+        blocks = []
+        prefix = self._root(salt)
+        for _ in range(min(max_tokens, len(token_ids)) // self._block_size):
+            prefix = self._extend(prefix, token_ids)
+            block = self._blocks.get(prefix.key)
+            if block is None or not self._prefixes[block].equals(prefix):
+                break
+            prefix = self._prefixes[block]
+            blocks.append(block)
+        return blocks
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, salt: str | None = None) -> None:
+        """Publish the full blocks of ``table`` among its first ``num_computed`` tokens, whose K and V must be computed.
+
+        ``token_ids`` are the sequence's, from its first token on. The first to publish a prefix wins: an equal block of
+        someone else stays private. ``table.prefix`` keeps what was seen, so each call hashes new full blocks only.
+        """
+        if num_computed > min(table.num_tokens, len(token_ids)):
+            raise ValueError(
+                f"num_computed must be at most the {table.num_tokens} slots of the table and the {len(token_ids)} "
+                f"token ids, got {num_computed}"
+            )
+        prefix = table.prefix or self._root(salt)
+        while (prefix.num_blocks + 1) * self._block_size <= num_computed:
+            prefix = self._publish(table.blocks[prefix.num_blocks], self._extend(prefix, token_ids))
+        table.prefix = prefix
+
+    def check_integrity(self) -> None:
+        """Check the entries against the allocator. Raises AssertionError that names the block where they disagree."""
+        for block in range(self._allocator.num_blocks):
+            published, cached = block in self._prefixes, self._allocator.is_cached(block)
+            if published != cached:
+                raise AssertionError(f"block {block} is published: {published}, but marked as cached: {cached}")
+            if published and self._blocks.get(self._prefixes[block].key) != block:
+                raise AssertionError(f"block {block} is published, but its key does not find it")
+        for block in self._blocks.values():
+            if block not in self._prefixes:
+                raise AssertionError(f"block {block} is found by a key, but was evicted")
+
+    def _publish(self, block: int, prefix: Prefix) -> Prefix:
+        winner = self._blocks.get(prefix.key)
+        if winner is None:
+            self._allocator.mark_cached(block)
+            self._blocks[prefix.key] = block
+            self._prefixes[block] = prefix
+        elif self._prefixes[winner].equals(prefix):
+            return self._prefixes[winner]  # one chain for all who share it keeps comparisons short
+        return prefix
+
+    def _forget(self, block: int) -> None:
+        del self._blocks[self._prefixes.pop(block).key]
+
+    def _root(self, salt: str | None) -> Prefix:
+        content = (salt or "").encode("utf-8", "surrogatepass")
+        return Prefix(parent=None, content=content, key=self._hash(content), num_blocks=0)
+
+    def _extend(self, prefix: Prefix, token_ids: Sequence[int]) -> Prefix:
+        start = prefix.num_blocks * self._block_size
+        content = array("i", token_ids[start : start + self._block_size]).tobytes()
+        return Prefix(prefix, content, self._hash(prefix.key + content), prefix.num_blocks + 1)

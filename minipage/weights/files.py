@@ -1,0 +1,70 @@
+"""Reading from files that nobody vouches for: bounded, and with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelLoadError
+
+MAX_JSON_BYTES = 100_000_000  #: the most that a safetensors header may have, too
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """repr of a value from a file, cut to ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{path}: found {size} bytes of JSON; allowed: up to {MAX_JSON_BYTES}")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelLoadError):
+            raise
+        raise ModelLoadError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: found {shorten(content)}; wanted a JSON object")
+    return content
+
+
+class DataFile:
+    """A regular file, held open and read by ranges into fresh arrays.
+
+    Plain reads rather than a memory map: a map's pages count as the process's memory, and a file that shrinks under a
+    map ends the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ModelLoadError(f"{path}: wanted a regular file")
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (held until close)
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be opened: {error.strerror}") from error
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, offset: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """``count`` elements of ``dtype`` from byte ``offset`` on."""
+        self._file.seek(offset)
+        array = np.fromfile(self._file, dtype, count)
+        if len(array) < count:
+            raise ModelLoadError(
+                f"{self.path}: found {array.nbytes} bytes at offset {offset}, wanted {count * array.itemsize}; "
+                "the file became shorter while it was read"
+            )
+        return array
+
+    def close(self) -> None:
+        self._file.close()

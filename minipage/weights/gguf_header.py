@@ -1,0 +1,177 @@
+"""The header of a GGUF file (versions 2 and 3, little-endian), read with every count checked against the file's size.
+
+The gguf package's own reader makes several objects for each element of every array: seconds for a vocabulary, and memory
+without end for a hostile count. Its numbering of types and their sizes are used here, its dequantisation in :mod:`.gguf`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from ..errors import ModelLoadError
+from .files import shorten
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMS = 4
+MAX_HEADER_BYTES = 64 << 20  #: several times what the largest vocabularies take
+
+SCALARS: dict[Any, np.dtype[Any]] = {
+    GGUFValueType.UINT8: np.dtype("<u1"),
+    GGUFValueType.INT8: np.dtype("<i1"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.BOOL: np.dtype("?"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
+}
+
+#: The fewest bytes that a string, a metadata pair and a tensor's entry take: they bound how many a file can hold.
+STRING_BYTES, PAIR_BYTES, TENSOR_BYTES = 8, 13, 32
+
+
+class TensorInfo(NamedTuple):
+    """A tensor in a GGUF file."""
+
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]  #: rows first, as in NumPy: the reverse of the file's order
+    offset: int  #: of its first byte in the file
+
+
+class Header(NamedTuple):
+    """Everything before the tensors' data."""
+
+    metadata: dict[str, Any]  #: str, int, float, bool, and lists of these
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file; ModelLoadError where it is not a GGUF file or contradicts itself or its size."""
+    try:
+        with open(path, "rb") as file:
+            return parse(Cursor(file, path.stat().st_size))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not a valid GGUF file: {error}") from error
+
+
+class Cursor:
+    """Reads a file's header from front to back and never asks for more than the file has."""
+
+    def __init__(self, file: BinaryIO, file_size: int) -> None:
+        self._file = file
+        self.file_size = file_size
+        self.position = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still belong to the header."""
+        return min(self.file_size, MAX_HEADER_BYTES) - self.position
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes."""
+        if count > self.left:
+            raise ValueError(f"the header wants {count} bytes at offset {self.position}, but {self.left} are left")
+        self.position += count
+        return self._file.read(count)
+
+    def uint(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def count(self, smallest: int, what: str) -> int:
+        """A number of things that take at least ``smallest`` bytes each."""
+        count = self.uint(8)
+        if count * smallest > self.left:
+            raise ValueError(
+                f"the header announces {count} {what} at offset {self.position}, but {self.left} bytes are left"
+            )
+        return count
+
+    def string(self) -> str:
+        return self.take(self.uint(8)).decode()
+
+    def value(self) -> Any:
+        """A metadata value: its type, then itself."""
+        type = GGUFValueType(self.uint(4))
+        if type != GGUFValueType.ARRAY:
+            return self.string() if type == GGUFValueType.STRING else self.scalars(SCALARS[type], 1)[0]
+        element = GGUFValueType(self.uint(4))
+        if element == GGUFValueType.STRING:
+            return [self.string() for _ in range(self.count(STRING_BYTES, "strings"))]
+        if element == GGUFValueType.ARRAY:
+            raise ValueError(f"found an array of arrays at offset {self.position}; wanted numbers or strings in it")
+        return self.scalars(SCALARS[element], self.count(SCALARS[element].itemsize, "numbers"))
+
+    def scalars(self, dtype: np.dtype[Any], count: int) -> list[Any]:
+        values: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+        return values
+
+
+def parse(cursor: Cursor) -> Header:
+    """Magic, version, counts, metadata, tensors, in the order of the file."""
+    magic, version = cursor.take(4), cursor.uint(4)
+    if magic != MAGIC:
+        raise ValueError(f"it begins with {magic!r}, wanted {MAGIC!r}")
+    if version not in VERSIONS:
+        raise ValueError(f"its version is {version}; allowed: 2, 3, little-endian")
+    num_tensors = cursor.count(TENSOR_BYTES, "tensors")
+    num_pairs = cursor.count(PAIR_BYTES, "metadata pairs")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_pairs):
+        key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"metadata key {shorten(key)} is there twice")
+        metadata[key] = cursor.value()
+    entries = [parse_tensor(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {shorten(alignment)}; allowed: a power of two")
+    data_start = -(-cursor.position // alignment) * alignment
+    return Header(metadata, place_tensors(entries, data_start, cursor.file_size))
+
+
+def parse_tensor(cursor: Cursor) -> tuple[str, TensorInfo]:
+    """A tensor's name and entry; its offset counts from the start of the data, as in the file."""
+    name, num_dims = cursor.string(), cursor.uint(4)
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise ValueError(f"tensor {shorten(name)} has {num_dims} dims; allowed: 1 to {MAX_DIMS}")
+    shape = tuple(cursor.uint(8) for _ in range(num_dims))[::-1]
+    return name, TensorInfo(GGMLQuantizationType(cursor.uint(4)), shape, cursor.uint(8))
+
+
+def place_tensors(entries: list[tuple[str, TensorInfo]], data_start: int, file_size: int) -> dict[str, TensorInfo]:
+    """The tensors with their offsets in the file, which must hold all of each."""
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in entries:
+        if name in tensors:
+            raise ValueError(f"tensor {shorten(name)} is there twice")
+        block = GGML_QUANT_SIZES[info.type][0]
+        if info.shape[-1] % block:
+            raise ValueError(
+                f"tensor {shorten(name)} has rows of {info.shape[-1]}; wanted a multiple of {block} in {info.type.name}"
+            )
+        offset = data_start + info.offset
+        end = offset + math.prod(info.shape[:-1]) * row_bytes(info)
+        if end > file_size:
+            raise ValueError(
+                f"tensor {shorten(name)} of shape {list(info.shape)} ends at {end}, but the file at {file_size}"
+            )
+        tensors[name] = info._replace(offset=offset)
+    return tensors
+
+
+def row_bytes(info: TensorInfo) -> int:
+    """Bytes of one row of the last dimension."""
+    block: int
+    block_bytes: int
+    block, block_bytes = GGML_QUANT_SIZES[info.type]
+    return info.shape[-1] // block * block_bytes

@@ -1,0 +1,37 @@
+"""The op set as Numba CUDA kernels, on CuPy arrays, or on NumPy arrays in Numba's simulator.
+
+In the form that is easiest to read: what each kernel computes is plain, and how its threads share the work is said in a
+line. ``NUMBA_ENABLE_CUDASIM=1``, set before Numba is first imported, chooses the simulator (:mod:`.simulator`).
+"""
+
+from .attention import paged_attention
+from .blocks import copy_blocks, swap_blocks
+from .elementwise import add, gated_activation, gather_rows
+from .linear import embed, linear
+from .norm import layer_norm, rms_norm
+from .rope import rope_and_cache
+from .weights import empty_weight, pack_rows, unpack_rows
+
+#: K pages [nb, KVH, D, B]: neighbouring threads, each with a token, read neighbouring elements. V pages [nb, KVH, B, D]:
+#: neighbouring threads, each with a dim.
+KEY_AXES = (0, 1, 3, 2)
+VALUE_AXES = (0, 1, 2, 3)
+
+__all__ = [
+    "KEY_AXES",
+    "VALUE_AXES",
+    "add",
+    "copy_blocks",
+    "embed",
+    "empty_weight",
+    "gated_activation",
+    "gather_rows",
+    "layer_norm",
+    "linear",
+    "pack_rows",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "swap_blocks",
+    "unpack_rows",
+]

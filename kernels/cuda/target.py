@@ -1,0 +1,109 @@
+"""The one place that imports Numba's CUDA target: decorators, launches, and whether the simulator stands in for a GPU.
+
+The kernels are the same on a GPU (CuPy arrays) and in Numba's simulator (NumPy arrays, NUMBA_ENABLE_CUDASIM=1 before Numba's
+CUDA target is first imported); what differs is decided here. Kernels write ``cuda.threadIdx`` and the like on the ``cuda``
+of this module.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import cuda as cuda
+from numba.core import config
+
+Array = Any
+
+#: Whether kernels run in Numba's simulator, thread by thread in Python.
+SIMULATED = bool(config.ENABLE_CUDASIM)
+WARP = 32
+#: Threads of a block where a kernel has no reason to choose: every simulated thread costs, and one warp shows as much.
+THREADS = WARP if SIMULATED else 256
+
+if SIMULATED:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    from . import simulator
+
+    simulator.install()
+else:
+    # A grid smaller than the GPU is normal when one token is decoded.
+    warnings.filterwarnings("ignore", message="Grid size .* under-utilization")
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """A function as a CUDA kernel, compiled for its argument types at its first launch (an eager signature needs a driver)."""
+    return cuda.jit(function)
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """A function as one that kernels call."""
+    return cuda.jit(device=True)(function)
+
+
+def pure_function(function: Callable[..., Any]) -> Any:
+    """A device function that uses nothing of ``cuda``: the simulator calls it as plain Python, which is ten times faster."""
+    return function if SIMULATED else device_function(function)
+
+
+def launch(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int, *args: Any) -> None:
+    """Launch a kernel on the current CuPy stream; nothing to do is no launch (CUDA refuses an empty grid).
+
+    Scalars must be Python ints or NumPy float32: a Python float would make the arithmetic float64.
+    """
+    if 0 in grid:
+        return
+    arguments = tuple(_argument(arg) for arg in args)
+    if SIMULATED:
+        function[grid, threads](*arguments)
+    else:
+        function[grid, threads, _current_stream()](*arguments)
+
+
+def blocks_for(n: int, per_block: int) -> int:
+    """Thread blocks that ``n`` elements need."""
+    return -(-n // per_block)
+
+
+def to_device(host: np.ndarray) -> Array:
+    """A host array where the kernels can read it."""
+    if SIMULATED:
+        return host
+    import cupy
+
+    return cupy.asarray(host)
+
+
+def to_host(array: Array) -> np.ndarray:
+    """An array on the host, whichever side it was on."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+class _Unsynchronised:
+    """A CuPy array without its stream: launches are on that stream, while Numba would wait for it on the host each time."""
+
+    def __init__(self, array: Array) -> None:
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": None}
+
+
+def _argument(arg: Any) -> Any:
+    if SIMULATED:
+        # An array that is on the device already: others are copied there and back for each launch.
+        return FakeCUDAArray(arg) if isinstance(arg, np.ndarray) else arg
+    return _Unsynchronised(arg) if hasattr(arg, "__cuda_array_interface__") else arg
+
+
+_streams: dict[int, Any] = {}
+
+
+def _current_stream() -> Any:
+    """CuPy's current stream as Numba knows it."""
+    import cupy
+
+    pointer = cupy.cuda.get_current_stream().ptr
+    if pointer not in _streams:
+        _streams[pointer] = cuda.external_stream(pointer) if pointer else 0
+    return _streams[pointer]

@@ -1,8 +1,9 @@
-"""Makes the tests' shared helpers importable as ``helpers``."""
+"""Makes ``minipage`` of this tree and the tests' shared ``helpers`` importable, so that a raw clone can be tested."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]

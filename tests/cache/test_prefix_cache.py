@@ -1,0 +1,308 @@
+"""The prefix cache: what is found, what is not, who wins, and what is forgotten first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minipage.cache import BlockAllocator, BlockTable, PrefixCache
+
+BLOCK_SIZE = 4
+
+
+class Pool:
+    """An allocator with a prefix cache, and requests that compute what they do not find."""
+
+    def __init__(self, num_blocks: int, **options) -> None:
+        self.allocator = BlockAllocator(num_blocks)
+        self.cache = PrefixCache(self.allocator, BLOCK_SIZE, **options)
+
+    def start(self, tokens: list[int], salt: str | None = None) -> tuple[BlockTable, int]:
+        """A table that holds all tokens, computed and published, and how many of them were found."""
+        hits = self.cache.match(tokens, len(tokens) - 1, salt)
+        table = BlockTable(self.allocator, BLOCK_SIZE)
+        table.adopt([self.allocator.fork(block) for block in hits])
+        table.append(len(tokens) - table.num_tokens)
+        self.cache.publish(table, tokens, len(tokens), salt)
+        self.cache.check_integrity()
+        return table, len(hits) * BLOCK_SIZE
+
+    def run(self, tokens: list[int], salt: str | None = None) -> int:
+        """Start and finish a request; how many of its tokens were found."""
+        table, found = self.start(tokens, salt)
+        table.free()
+        return found
+
+
+# ---- hits ------------------------------------------------------------------------------------------------------------
+def test_the_longest_published_prefix_is_found():
+    """Whole blocks of equal tokens from the start on are found, and nothing after the first difference."""
+    pool = Pool(8)
+    table, _ = pool.start(list(range(12)))
+    assert pool.cache.match(list(range(12)), 12) == table.blocks
+    assert pool.cache.match([*range(8), 99, 9, 10, 11], 12) == table.blocks[:2]
+    assert pool.cache.match([0, 1, 2, 99, *range(4, 12)], 12) == []
+    assert pool.cache.match(list(range(4, 12)), 8) == []
+    assert pool.cache.match([], 12) == []
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_hits"), [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0), (-1, 0), (99, 3)]
+)
+def test_hits_stay_within_max_tokens(max_tokens, num_hits):
+    """The caller decides how much may be found: all but the last token of a prompt, as a rule (MP-01)."""
+    pool = Pool(8)
+    table, _ = pool.start(list(range(12)))
+    assert pool.cache.match(list(range(12)), max_tokens) == table.blocks[:num_hits]
+
+
+def test_match_takes_no_references():
+    """Asking changes nothing, neither counts nor the order of eviction."""
+    pool = Pool(3)
+    pool.run([1, 2, 3, 4])
+    pool.run([5, 6, 7, 8])
+    pool.run([9, 10, 11, 12])
+    pool.cache.match([1, 2, 3, 4], 4)
+    assert pool.allocator.num_free_blocks == 3
+    pool.run([13])
+    assert pool.cache.match([1, 2, 3, 4], 4) == []
+
+
+def test_only_full_computed_blocks_are_published():
+    """A block whose last token is still to be computed cannot be found."""
+    pool = Pool(8)
+    table = BlockTable(pool.allocator, BLOCK_SIZE)
+    table.append(12)
+    tokens = list(range(12))
+    for num_computed in range(13):
+        pool.cache.publish(table, tokens, num_computed)
+        assert pool.cache.match(tokens, 12) == table.blocks[: num_computed // BLOCK_SIZE]
+
+
+def test_publishing_more_than_there_is_is_refused():
+    """num_computed is bounded by the slots of the table and by the token ids."""
+    pool = Pool(8)
+    table = BlockTable(pool.allocator, BLOCK_SIZE)
+    table.append(8)
+    for tokens, num_computed in ((range(12), 12), (range(7), 8)):
+        with pytest.raises(ValueError, match=f"num_computed must be at most .* got {num_computed}"):
+            pool.cache.publish(table, list(tokens), num_computed)
+    assert pool.allocator.num_cached_blocks == 0
+
+
+def test_each_block_is_hashed_once_as_a_sequence_grows():
+    """Publishing after every token costs one hash a block, whatever the length of the chain."""
+    hashed = []
+    pool = Pool(32, hash_function=lambda data: (hashed.append(data), data[-16:])[1])
+    table = BlockTable(pool.allocator, BLOCK_SIZE)
+    tokens = list(range(100))
+    for num_tokens in range(1, 101):
+        table.append(1)
+        pool.cache.publish(table, tokens[:num_tokens], num_tokens)
+    assert len(hashed) == 1 + 25
+
+
+def test_the_first_to_publish_wins():
+    """An equal block of a second sequence stays private, and is a plain free block when that sequence ends."""
+    pool = Pool(8)
+    tokens = list(range(8))
+    tables = [BlockTable(pool.allocator, BLOCK_SIZE) for _ in range(2)]
+    for table in tables:
+        table.append(8)
+    pool.cache.publish(tables[0], tokens, 4)
+    pool.cache.publish(tables[1], tokens, 8)
+    pool.cache.publish(tables[0], tokens, 8)
+    assert pool.cache.match(tokens, 8) == [tables[0].blocks[0], tables[1].blocks[1]]
+    assert pool.allocator.num_cached_blocks == 2
+    private = tables[1].blocks[0]
+    tables[1].free()
+    assert not pool.allocator.is_cached(private)
+
+
+def test_a_fork_goes_on_where_its_parent_had_published():
+    """Children publish their own blocks under the chain of what they share."""
+    pool = Pool(8)
+    parent, _ = pool.start(list(range(8)))
+    child = parent.fork()
+    for table, token in ((parent, 50), (child, 60)):
+        table.append(4)
+        pool.cache.publish(table, [*range(8), *[token] * 4], 12)
+    for table, token in ((parent, 50), (child, 60)):
+        assert pool.cache.match([*range(8), *[token] * 4], 12) == table.blocks
+
+
+def test_tokens_after_a_truncation_are_published_as_they_are():
+    """What a table held before it was cut back does not reach the names of what it holds now."""
+    pool = Pool(8)
+    table, _ = pool.start(list(range(10)))
+    table.truncate(3)
+    assert len(table.append(6)) == 1
+    tokens = [0, 1, 2, 77, 88, 88, 88, 88, 88]
+    pool.cache.publish(table, tokens, 9)
+    pool.cache.check_integrity()
+    assert pool.cache.match(tokens, 9) == table.blocks[:2]
+    assert len(pool.cache.match(list(range(10)), 10)) == 2
+
+
+def test_ids_that_differ_only_in_high_bits_differ():
+    """Token ids are compared as whole 32-bit numbers."""
+    pool = Pool(8)
+    pool.run([1, 2, 3, 4, 0])
+    assert pool.cache.match([1, 2, 3, 4 + 65536], 4) == []
+    assert pool.cache.match([1 + (1 << 24), 2, 3, 4], 4) == []
+
+
+# ---- salts -----------------------------------------------------------------------------------------------------------
+def test_salts_share_nothing():
+    """A prefix is found under the salt that it was published with, and under no other; no salt is the empty one."""
+    pool = Pool(16)
+    tokens = list(range(9))
+    assert [pool.run(tokens, salt) for salt in ("a", "b", None, "a", "b", "")] == [0, 0, 0, 8, 8, 8]
+    assert pool.run(tokens, "\ud83d") == 0
+
+
+def test_a_salt_cannot_stand_for_tokens():
+    """A salt that spells a known key and its tokens leads to no block of that chain, though the hashes are the same."""
+    pool = Pool(16, hash_function=lambda data: data)
+    pool.run([0x41414141] * 9)
+    assert pool.run([0x41414141] * 5, "A" * 16) == 0
+
+
+# ---- collisions ------------------------------------------------------------------------------------------------------
+def test_a_collision_is_not_a_hit():
+    """Where all hashes are equal, different tokens are still different: the later block stays unpublished."""
+    pool = Pool(16, hash_function=lambda data: b"same")
+    first, second = list(range(8)), list(range(100, 108))
+    assert [pool.run(tokens) for tokens in ([*first, 0], [*second, 0], [*first, 0], [*second, 0])] == [0, 0, 4, 0]
+    assert pool.allocator.num_cached_blocks == 1
+
+
+def test_a_collision_of_parents_is_not_a_hit():
+    """Equal tokens after different beginnings are different, even if key and parent's key are the same."""
+    pool = Pool(4, hash_function=lambda data: data[-16:])  # the last block alone, so chains collide after their heads
+    with_a, _ = pool.start([1, 1, 1, 1, 5, 5, 5, 5])
+    with_b, _ = pool.start([2, 2, 2, 2, 5, 5, 5, 5])
+    assert pool.cache.match([1, 1, 1, 1, 5, 5, 5, 5], 8) == with_a.blocks
+    assert pool.cache.match([2, 2, 2, 2, 5, 5, 5, 5], 8) == with_b.blocks[:1]
+
+
+def test_a_chain_is_found_again_after_its_head_was_recomputed():
+    """A block outlives its evicted parent, and can be found once equal tokens are published in the parent's place."""
+    pool = Pool(4)
+    tokens = list(range(8))
+    first, _ = pool.start(tokens[:4])
+    second = BlockTable(pool.allocator, BLOCK_SIZE)
+    second.append(8)
+    pool.cache.publish(second, tokens, 8)
+    first.free()
+    others = [pool.start([60])[0], pool.start([70])[0]]  # takes the free block, then evicts the head
+    assert pool.cache.match(tokens, 8) == []
+    others[0].free()
+    first, _ = pool.start(tokens[:4])
+    assert pool.cache.match(tokens, 8) == [first.blocks[0], second.blocks[1]]
+    pool.allocator.check_integrity([first, second, others[1]])
+
+
+# ---- eviction --------------------------------------------------------------------------------------------------------
+def test_tails_are_evicted_first():
+    """MP-29: after one eviction a chain of three still gives two blocks."""
+    pool = Pool(8)
+    prompt = list(range(12))
+    pool.run([*prompt, 12])
+    assert pool.allocator.num_cached_blocks == 3
+    unrelated, _ = pool.start(list(range(100, 124)))
+    assert pool.cache.match(prompt, 12) == pool.cache.match(prompt, 8) != []
+    unrelated.free()
+    assert pool.run([*prompt, 12]) == 8
+
+
+def test_a_recycled_block_is_forgotten():
+    """MP-29: under steady eviction, what is found is what was asked for, for 30 random prompts and one that comes back."""
+    rng = random.Random(29)
+    pool = Pool(8)
+    contents: dict[int, list[int]] = {}
+
+    def ask(tokens: list[int]) -> None:
+        hits = pool.cache.match(tokens, len(tokens) - 1)
+        for i, block in enumerate(hits):
+            assert contents[block] == tokens[: (i + 1) * BLOCK_SIZE]
+        table, found = pool.start(tokens)
+        assert table.blocks[: len(hits)] == hits
+        assert found == len(hits) * BLOCK_SIZE
+        contents.update((block, tokens[: (i + 1) * BLOCK_SIZE]) for i, block in enumerate(table.blocks))
+        pool.allocator.check_integrity([table])
+        table.free()
+
+    prompt = [rng.randrange(2) for _ in range(13)]
+    for _ in range(30):
+        ask([rng.randrange(2) for _ in range(rng.randrange(1, 30))])
+        ask(prompt)
+    assert pool.allocator.num_free_blocks == 8
+
+
+def test_a_hit_keeps_a_chain_from_eviction():
+    """The least recently used chain goes first, and a hit is a use."""
+    pool = Pool(4)
+    pool.run([1] * 8)
+    pool.run([2] * 8)
+    assert pool.run([1] * 9) == 8
+    assert len(pool.cache.match([1] * 8, 8)) == 2
+    assert len(pool.cache.match([2] * 8, 8)) == 1
+
+
+def test_hits_are_not_counted_as_room():
+    """MP-03: four hits that are the only free blocks leave none for the rest; refused, the request leaves no trace."""
+    pool = Pool(6)
+    prompt = list(range(16))
+    pool.run([*prompt, 16])
+    running, _ = pool.start(list(range(50, 55)))
+    longer = [*prompt, *range(70, 75)]
+    hits = pool.cache.match(longer, len(longer) - 1)
+    assert len(hits) == 4 == pool.allocator.num_free_blocks
+    assert not pool.allocator.can_hold(6, hits)
+    assert pool.cache.match(longer, len(longer) - 1) == hits
+    pool.allocator.check_integrity([running])
+    running.free()
+    assert pool.allocator.can_hold(6, hits)
+    admitted, found = pool.start(longer)
+    assert found == 16
+    assert admitted.blocks[:4] == hits
+    pool.allocator.check_integrity([admitted])
+
+
+# ---- the books -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pool: pool.cache._prefixes.pop(0),
+        lambda pool: pool.cache._blocks.clear(),
+        lambda pool: pool.cache._blocks.__setitem__(b"stale", 3),
+        lambda pool: pool.allocator._cached.remove(0),
+    ],
+)
+def test_check_integrity_finds_damaged_entries(damage):
+    """Entries that disagree with each other or with the allocator's marks are an AssertionError with a block's number."""
+    pool = Pool(4)
+    table, _ = pool.start([1, 2, 3, 4])
+    assert table.blocks == [0]
+    pool.cache.check_integrity()
+    damage(pool)
+    with pytest.raises(AssertionError, match=r"block \d"):
+        pool.cache.check_integrity()
+
+
+def test_very_long_chains_are_released():
+    """Chains of 50,000 blocks are published, found and dropped without running into Python's recursion limit."""
+    allocator = BlockAllocator(50_000)
+    cache = PrefixCache(allocator, 1)
+    table = BlockTable(allocator, 1)
+    tokens = list(range(50_000))
+    table.append(50_000)
+    cache.publish(table, tokens, 50_000)
+    assert cache.match(tokens, 50_000) == table.blocks
+    assert "Prefix" in repr(table.prefix)
+    table.free()
+    other = BlockTable(allocator, 1)
+    other.append(50_000)
+    assert allocator.num_cached_blocks == 0

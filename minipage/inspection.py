@@ -1,0 +1,151 @@
+"""What a model is and what it takes, told from its config and the headers of its files: no weight is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .config import EngineConfig
+from .device import open_device
+from .device.kv_cache import KVShape
+from .engine.loading import kv_shape
+from .errors import InvalidArgumentError
+from .kernels.dtypes import STORAGE
+from .kernels.ops import WEIGHT_KINDS, Ops
+from .models import ModelConfig, Plan, parameters
+from .weights.checkpoint import open_checkpoint
+from .weights.hub import resolve_model
+from .weights.loader import check
+
+#: Mean lengths, in tokens, of prompt and output in ShareGPT conversations (PagedAttention, section 6.1).
+SHAREGPT_MEAN_LENGTHS = (161, 338)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Requests of one length in a KV cache: in pages, and in a static cache that reserves ``max_model_len`` tokens for each.
+
+    Waste is the share of what the requests reserve that holds no token.
+    """
+
+    memory: int  #: bytes
+    length: int  #: tokens of a request, prompt and output
+    max_model_len: int
+    num_blocks: int
+    num_tokens: int
+    paged_requests: int
+    paged_waste: float
+    static_requests: int
+    static_waste: float
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A model in numbers; sizes are in bytes."""
+
+    path: str
+    config: ModelConfig
+    num_parameters: int
+    file_bytes: int  #: of the files that hold its tensors
+    file_dtypes: dict[str, int]  #: number of parameters by dtype, as the files call it, most first
+    weight_bytes: dict[str, int]  #: what the loaded weights take, by the kind of the linear layers
+    kv_shape: KVShape
+
+    def capacity(self, memory: int, length: int, max_model_len: int | None = None) -> Capacity:
+        """What a KV cache of ``memory`` bytes holds, as an engine with that ``kv_cache_memory`` sizes it."""
+        model_len = self.config.max_position_embeddings
+        longest = max_model_len or model_len
+        if not 1 <= length <= longest <= model_len:
+            raise InvalidArgumentError(
+                f"length={length} with max_model_len={longest} is not allowed; they must be 1 <= length <= max_model_len <= "
+                f"{model_len}, the most that this model takes"
+            )
+        size = self.kv_shape.block_size
+        num_blocks = memory // self.kv_shape.bytes_per_block
+        blocks_each = -(-length // size)
+        return Capacity(
+            memory=memory,
+            length=length,
+            max_model_len=longest,
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * size,
+            paged_requests=num_blocks // blocks_each,
+            paged_waste=1 - length / (blocks_each * size),
+            static_requests=memory // (longest * self.kv_shape.bytes_per_token),
+            static_waste=1 - length / longest,
+        )
+
+
+def locate_model(model: str | None = None) -> str:
+    """The local path of a model, fetched first where that is needed; None is the demo model."""
+    return resolve_model(model)
+
+
+def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelReport:
+    """Report on a model as ``LLM(model, **engine_keywords)`` would load it.
+
+    Raises the same errors, among them ModelLoadError where a tensor is missing, misshapen or unknown.
+    """
+    options = EngineConfig(**engine_keywords)
+    checkpoint = open_checkpoint(resolve_model(model))
+    try:
+        config = checkpoint.model_config()
+        plan, source = parameters(config), checkpoint.source
+        check(plan, source)
+        specs = [spec for parameter in plan.parameters for spec in parameter.tensors]
+        file_dtypes: Counter[str] = Counter()
+        for spec in specs:
+            file_dtypes[source.dtype(spec.name)] += math.prod(spec.shape)
+        files = {source.file(spec.name) for spec in specs}
+    finally:
+        checkpoint.close()
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    return ModelReport(
+        path=checkpoint.path,
+        config=config,
+        num_parameters=file_dtypes.total(),
+        file_bytes=sum(map(os.path.getsize, files)),
+        file_dtypes=dict(file_dtypes.most_common()),
+        weight_bytes=loaded_bytes(plan, dtype, options),
+        kv_shape=kv_shape(config, options.block_size, kv_dtype),
+    )
+
+
+def loaded_bytes(plan: Plan, dtype: str, options: EngineConfig) -> dict[str, int]:
+    """What the parameters take on a device, by the kind of the linear layers; quantised ones keep the embedding in ``dtype``."""
+    device = open_device(options.device, options.num_threads)
+    try:
+        return {
+            kind: parameter_bytes(plan, device.ops, kind, kind if kind in STORAGE else dtype) for kind in WEIGHT_KINDS
+        }
+    finally:
+        device.close()
+
+
+def parameter_bytes(plan: Plan, ops: Ops, kind: str, embed_kind: str) -> int:
+    """Bytes of all parameters in the layout of ``ops``, padding included."""
+    total = 0
+    for parameter in plan.parameters:
+        rows = sum(spec.shape[0] for spec in parameter.tensors)
+        if parameter.role == "vector":
+            total += rows * np.dtype(np.float32).itemsize
+        else:
+            shape = (rows, parameter.tensors[0].shape[1])
+            total += ops.empty_weight(shape, embed_kind if parameter.name == "embed" else kind, _Shapes).nbytes
+    return total
+
+
+class _Shapes:
+    """An array module whose arrays have a shape, a dtype and a size, and no memory."""
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    zeros = empty

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from .config import EngineConfig
-from .engine.engine import Stats
 from .engine.loading import load_engine
 from .engine.prompt import Prompt
 from .engine.request import Request
+from .engine.stats import Stats
 from .errors import InvalidArgumentError
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
@@ -130,7 +130,7 @@ class LLM:
         return self._stream(self._prepare_chat(messages, sampling_params or SamplingParams(), template_options))
 
     def stats(self) -> Stats:
-        """Blocks, requests and counters; see :class:`~minipage.engine.engine.Stats`."""
+        """Blocks, requests and counters; see :class:`~minipage.engine.stats.Stats`."""
         return self.engine.stats()
 
     def check_integrity(self) -> None:

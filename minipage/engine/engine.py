@@ -18,25 +18,9 @@ from .request import Request, Sequence
 from .runner import Runner
 from .sampler import SampledToken, SamplingError, SamplingRow, sample
 from .scheduler import Scheduled, Scheduler, Step
+from .stats import Stats
 
 OnOutput = Callable[[RequestOutput], None]
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Where an engine is, and its counters since it was made. Blocks are those that requests can use."""
-
-    num_blocks: int
-    num_free_blocks: int  #: cached blocks that could be evicted included
-    num_cached_blocks: int  #: blocks that hold published contents, in use or evictable
-    num_running: int  #: requests
-    num_waiting: int
-    preemptions: int
-    cow_copies: int  #: blocks copied on write
-    shared_block_savings: int  #: blocks that tables share now: entries of all tables less distinct blocks
-    prefix_cache_hit_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
 
 
 @dataclass(eq=False)
@@ -52,7 +36,7 @@ class _Entry:
 
 
 class Engine:
-    """Continuous batching over a paged KV cache (DESIGN: one step, as the data sees it).
+    """Continuous batching over a paged KV cache.
 
     ``add_request`` queues, ``step`` computes one iteration for as many requests as fit, ``abort`` ends one at any moment. All
     calls may come from any thread; they take turns.

@@ -28,7 +28,7 @@ class SequenceOutput:
         self._stop = StopFilter(params.stop or (), params.include_stop_str_in_output)
         self._delta: list[str] = []
         self._text: list[str] = []
-        self._cumulative_logprob = 0.0
+        self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
 
     def push(self, sampled: SampledToken, *, is_stop_token: bool, may_stop: bool) -> str | None:
@@ -36,9 +36,9 @@ class SequenceOutput:
 
         A token that ends the generation by itself (``is_stop_token``) is visible only with include_stop_str_in_output.
         """
-        self._cumulative_logprob += sampled.logprob
-        if self._logprobs is not None:
+        if self._logprobs is not None and self._cumulative_logprob is not None and sampled.logprob is not None:
             self._logprobs.append(logprob_dict(self._tokenizer, sampled))
+            self._cumulative_logprob += sampled.logprob
         if self._detokenizer is None or (is_stop_token and not self._params.include_stop_str_in_output):
             return None
         self._show(self._stop.push(self._detokenizer.push(sampled.token_id), may_stop=may_stop and not is_stop_token))

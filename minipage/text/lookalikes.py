@@ -1,0 +1,72 @@
+"""Keeps text that only looks like a control token from becoming one, without changing the text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from ..errors import InvalidArgumentError
+from .tokenizer_files import backend_errors
+
+#: Unicode noncharacters, kept for internal use: no text that is meant to be exchanged has them.
+MARK = "\ufdd0"
+ESCAPE = "\ufdd1"
+ESCAPED_MARK, ESCAPED_ESCAPE = ESCAPE + "\ufdd2", ESCAPE + "\ufdd3"
+
+
+class LookalikeGuard:
+    """Marks look-alikes in the parts of a chat before its template is rendered, and encodes what the template made of them.
+
+    :meth:`mark` puts a MARK after the first character of every spelled-out control token, so that the tokenizer's search
+    for control tokens, which comes first, misses it. A second tokenizer, made when it is first needed, takes the marks out
+    in its normalizer, which runs after that search: what is left is the original text, tokenised as plain text where it
+    stands. A text may also end with the beginning of a control token and meet its rest in the next message: such ends are
+    marked too. (A control token of a single character has no inside to mark, and is left alone.)
+
+    Where a text has these noncharacters itself, they are escaped, and come back.
+    """
+
+    def __init__(self, backend: Any, control_tokens: Iterable[str]) -> None:
+        self._backend = backend
+        self._control_tokens = tuple(token for token in control_tokens if len(token) > 1)
+        lengths = range(1, max(map(len, self._control_tokens), default=1))
+        self._heads = frozenset(token[:n] for token in self._control_tokens for n in lengths if n < len(token))
+        self._tails = frozenset(token[-n:] for token in self._control_tokens for n in lengths if n < len(token))
+        self._lengths = lengths
+
+    def mark(self, text: str) -> str:
+        """``text`` with marks where it spells out a control token, whole or at its ends."""
+        text = text.replace(ESCAPE, ESCAPED_ESCAPE).replace(MARK, ESCAPED_MARK)
+        starts_inside = any(text[:n] in self._tails for n in self._lengths)
+        ends_inside = any(text[-n:] in self._heads for n in self._lengths)
+        present = [re.escape(token) for token in self._control_tokens if token in text]
+        if present:
+            # A lookahead, since look-alikes may overlap: after marking "<|<|x|>|>" no control token must be left.
+            text = re.sub(rf"(?=(?:{'|'.join(present)})).", rf"\g<0>{MARK}", text, flags=re.DOTALL)
+        return (MARK if starts_inside else "") + text + (MARK if ends_inside else "")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text with marks in it, without special tokens added."""
+        with backend_errors(InvalidArgumentError, "the chat cannot be tokenised"):
+            backend = self._unmarking_backend if MARK in text or ESCAPE in text else self._backend
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _unmarking_backend(self) -> Any:
+        state = json.loads(self._backend.to_str())
+        for token in state["added_tokens"]:
+            if token["special"]:
+                token["normalized"] = False  # or it would be searched for after the marks are gone
+        unmark = [
+            {"type": "Replace", "pattern": {"String": spelling}, "content": content}
+            for spelling, content in ((MARK, ""), (ESCAPED_MARK, MARK), (ESCAPED_ESCAPE, ESCAPE))
+        ]
+        normalizer = state["normalizer"]
+        state["normalizer"] = {"type": "Sequence", "normalizers": unmark + ([normalizer] if normalizer else [])}
+        return tokenizers.Tokenizer.from_str(json.dumps(state))

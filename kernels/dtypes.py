@@ -9,7 +9,7 @@ import numpy as np
 Array = Any
 
 #: NumPy dtype that stores each float kind.
-STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+STORAGE: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 
 
 def float_kind(array: Array) -> str:

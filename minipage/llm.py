@@ -200,9 +200,9 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt from many: a string, a mapping and a list of integers are one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__len__"):
+    if not hasattr(prompts, "__len__"):
         raise InvalidArgumentError(f"prompts must be text, token ids, or a list of them, not {type(prompts).__name__}")
-    if len(prompts) and not isinstance(prompts[0], str | Mapping | Sequence) and not hasattr(prompts[0], "__len__"):
+    if len(prompts) and not hasattr(prompts[0], "__len__"):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..errors import InvalidArgumentError
-from ..kernels.ops import Array
+from ..kernels.ops import Array, Ops
 from .base import Device
 
 # Numba's threading layers are not all safe to enter from two threads at once, so steps of all engines take turns.
@@ -55,7 +55,7 @@ class CpuDevice(HostDevice):
                 f"num_threads={num_threads} is not allowed; this process may use 1 to {most} (NUMBA_NUM_THREADS sets the most)"
             )
         self.num_threads = num_threads or min(most, physical_cores())
-        self.ops = cpu
+        self.ops = cast(Ops, cpu)
         self._set_num_threads = numba.set_num_threads
 
     def compute(self) -> AbstractContextManager[Any]:

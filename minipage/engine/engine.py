@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..cache import BlockAllocator, BlockTable
 from ..errors import InvalidArgumentError
-from ..outputs import RequestOutput
+from ..outputs import FinishReason, RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .output import PromptLogprobs, SequenceOutput
@@ -139,17 +139,20 @@ class Engine:
 
     def _sample(self, step: Step) -> list[_Entry]:
         """Draw a token for each sequence that reached its last known one; returns the requests that have something new."""
+        touched: dict[str, _Entry] = {}
         targets: list[tuple[_Entry, int]] = []
         rows: list[int] = []
         first_row = 0
         for item in step.scheduled:
             entry = self._entries[item.request.request_id]
             if entry.prompt_logprobs is not None:
-                self._score_prompt(entry.prompt_logprobs, item, first_row)
+                self._score_prompt(entry.prompt_logprobs, entry, item, first_row)
             first_row += item.num_tokens
-            for child in self._reached(item):
-                targets.append((entry, child))
-                rows.append(first_row - 1)
+            children = self._reached(item)
+            targets += [(entry, child) for child in children]
+            rows += [first_row - 1] * len(children)
+            if children or not item.request.unfinished:
+                touched[item.request.request_id] = entry
         most = self.runner.max_logit_rows
         for start in range(0, len(rows), most):
             part = targets[start : start + most]
@@ -157,17 +160,19 @@ class Engine:
             drawn = sample(logits, [self._sampling_row(entry, child) for entry, child in part])
             for (entry, child), token in zip(part, drawn, strict=True):
                 self._accept(entry, child, token)
-        return list({id(entry): entry for entry, _ in targets}.values())
+        return list(touched.values())
 
-    def _score_prompt(self, logprobs: PromptLogprobs, item: Scheduled, first_row: int) -> None:
+    def _score_prompt(self, logprobs: PromptLogprobs, entry: _Entry, item: Scheduled, first_row: int) -> None:
         """Logprobs of the prompt tokens that follow the ones computed in this step."""
-        stop = item.sequence.num_computed
-        start = stop - item.num_tokens
-        most = self.runner.max_logit_rows
-        for position in range(start, min(stop, item.request.num_prompt_tokens - 1), most):
-            count = min(most, stop - position, item.request.num_prompt_tokens - 1 - position)
+        stop = min(item.sequence.num_computed, item.request.num_prompt_tokens - 1)
+        start = item.sequence.num_computed - item.num_tokens
+        for position in range(start, stop, self.runner.max_logit_rows):
+            count = min(self.runner.max_logit_rows, stop - position)
             first = first_row + position - start
-            logprobs.score(position + 1, self.runner.logits(list(range(first, first + count))))
+            error = logprobs.score(position + 1, self.runner.logits(list(range(first, first + count))))
+            if error is not None:
+                self._fail(entry, error)
+                return
 
     @staticmethod
     def _reached(item: Scheduled) -> range | list[int]:
@@ -185,15 +190,14 @@ class Engine:
     def _accept(self, entry: _Entry, child: int, token: SampledToken | SamplingError) -> None:
         """Append a token to child's sequence, and end the sequence where the token says so."""
         request = entry.request
+        if isinstance(token, SamplingError):
+            self._fail(entry, token)
+            return
+        if not request.unfinished:  # it has failed
+            return
         if not request.is_forked:
             self._scheduler.fork(request)
         sequence = request.sequences[child]
-        if sequence.is_finished:  # aborted by a sibling's error
-            return
-        if isinstance(token, SamplingError):
-            for sibling in request.unfinished:
-                self._finish(entry, sibling, "abort", str(token))
-            return
         sequence.token_ids.append(token.token_id)
         self._generation_tokens += 1
         ends = token.token_id in entry.stop_ids
@@ -217,7 +221,12 @@ class Engine:
         stop_ids.update((token_id, token_id) for token_id in params.stop_token_ids or ())
         return stop_ids
 
-    def _finish(self, entry: _Entry, sequence: Sequence, reason: str, stop_reason: int | str | None) -> None:
+    def _fail(self, entry: _Entry, error: SamplingError) -> None:
+        """End a request whose logits are of no use; the others go on."""
+        for sequence in entry.request.unfinished:
+            self._finish(entry, sequence, "abort", str(error))
+
+    def _finish(self, entry: _Entry, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         late = entry.outputs[sequence.index].finish()
         if late is not None and reason == "length":
             reason, stop_reason = "stop", late

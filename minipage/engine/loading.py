@@ -9,10 +9,11 @@ from ..cache import BlockAllocator, PrefixCache
 from ..config import EngineConfig
 from ..device import Device, open_device
 from ..device.kv_cache import KVCache, KVShape, plan_num_blocks
-from ..errors import InvalidArgumentError, ModelLoadError
+from ..errors import InvalidArgumentError
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.registry import parameters, read_config
+from ..models.fields import read_token_ids
+from ..models.registry import parameters
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.hub import resolve_model
@@ -60,7 +61,7 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple[Engine, ModelInfo]:
-    model_config = read_model_config(checkpoint)
+    model_config = checkpoint.model_config()
     tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
@@ -139,14 +140,6 @@ def _assemble(
     )
 
 
-def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """The checkpoint's configuration; ModelLoadError names the file."""
-    try:
-        return read_config(checkpoint.config)
-    except ValueError as error:
-        raise ModelLoadError(f"{checkpoint.path}: {error}") from error
-
-
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The checkpoint's tokenizer, None for a folder without one: it then takes and gives token ids only."""
     if checkpoint.vocabulary is not None:
@@ -161,9 +154,8 @@ def kv_shape(model_config: ModelConfig, block_size: int, dtype: str) -> KVShape:
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     """All ids that end a generation: those of config, generation_config and tokenizer together."""
-    generation = checkpoint.generation_config.get("eos_token_id")
-    ids = [generation] if isinstance(generation, int) else list(generation or ())
-    ids += [*model_config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer is not None else ())]
+    ids = [*model_config.eos_token_ids, *read_token_ids(checkpoint.generation_config, "eos_token_id")]
+    ids += tokenizer.eos_token_ids if tokenizer is not None else ()
     return frozenset(token_id for token_id in ids if 0 <= token_id < model_config.vocab_size)
 
 

@@ -9,7 +9,7 @@ from ..text.detokenizer import Detokenizer
 from ..text.stop import StopFilter
 from ..text.tokenizer import Tokenizer
 from .request import Request, Sequence
-from .sampler import SampledToken, prompt_logprobs
+from .sampler import SampledToken, SamplingError, prompt_logprobs
 
 
 class SequenceOutput:
@@ -75,13 +75,10 @@ class SequenceOutput:
 
 
 def logprob_dict(tokenizer: Tokenizer | None, sampled: SampledToken) -> dict[int, Logprob]:
-    """Token id -> Logprob of the most likely tokens and of the chosen one, by rank."""
-    entries = {token_id: (logprob, rank) for token_id, logprob, rank in sampled.top}
-    entries[sampled.token_id] = (sampled.logprob, sampled.rank)
-    by_rank = sorted(entries.items(), key=lambda entry: (entry[1][1], entry[0]))
+    """Token id -> Logprob of the most likely tokens and of the chosen one, the most likely first."""
     return {
         token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
-        for token_id, (logprob, rank) in by_rank
+        for token_id, logprob, rank in sampled.top
     }
 
 
@@ -94,11 +91,14 @@ class PromptLogprobs:
         self._tokenizer = tokenizer
         self._entries: list[dict[int, Logprob] | None] = [None] * len(prompt_token_ids)
 
-    def score(self, start: int, logits: np.ndarray) -> None:
-        """Logits [n, V] float32 are those that predict the tokens start .. start+n."""
+    def score(self, start: int, logits: np.ndarray) -> SamplingError | None:
+        """Logits [n, V] float32 are those that predict the tokens start .. start+n; returns what is wrong with them."""
         token_ids = self._token_ids[start : start + len(logits)]
         for offset, token in enumerate(prompt_logprobs(logits, token_ids, self._num_top)):
+            if isinstance(token, SamplingError):
+                return token
             self._entries[start + offset] = logprob_dict(self._tokenizer, token)
+        return None
 
     def entries(self) -> list[dict[int, Logprob] | None]:
         """One dict a token, None for the first and for those not computed yet."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..cache import BlockTable
+from ..outputs import FinishReason
 from ..sampling_params import SamplingParams
 
 
@@ -32,7 +33,7 @@ class Sequence:
     num_prompt_tokens: int
     table: BlockTable
     num_computed: int = 0  #: tokens whose K and V are in the table's blocks
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     @property

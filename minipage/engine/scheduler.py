@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..cache import BlockAllocator, BlockCopy, BlockTable, OutOfBlocks, PrefixCache
+from ..outputs import FinishReason
 from .request import Request, Sequence, Status
 
 
@@ -89,7 +90,7 @@ class Scheduler:
             sequence.num_computed = first.num_computed
             request.sequences.append(sequence)
 
-    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence of a running request: its blocks are free at once, those that are cached stay so until needed."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         sequence.table.free()
@@ -106,7 +107,7 @@ class Scheduler:
 
     def remove_finished(self, request: Request) -> bool:
         """Take a running request out if all its sequences have ended; says whether it did."""
-        if not request.is_forked or request.unfinished:
+        if request.unfinished:
             return False
         self.running.remove(request)
         request.status = Status.FINISHED

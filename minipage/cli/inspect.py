@@ -32,9 +32,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--length",
         type=int,
-        nargs="+",
+        action="append",
         metavar="N",
-        help="tokens of a request, prompt and output (default: 499, the mean of ShareGPT conversations: 161 in, 338 out)",
+        help="tokens of a request, prompt and output; repeatable (default: 499, as of ShareGPT on average: 161 in, 338 out)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_options(parser, [option for option in ENGINE_OPTIONS if option.keyword in KEYWORDS], EngineConfig)

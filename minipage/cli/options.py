@@ -108,13 +108,14 @@ def add_options(group: Any, options: Sequence[Option], keywords_of: type, **defa
 
 def engine_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """What was given of the keywords of LLM, without the model."""
-    return _given(args, EngineConfig)
+    return _given(args, ENGINE_OPTIONS, "enable_prefix_caching")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling parameters that were asked for; InvalidArgumentError for values out of range."""
-    return SamplingParams(**_given(args, SamplingParams))
+    return SamplingParams(**_given(args, SAMPLING_OPTIONS, "stop", "ignore_eos"))
 
 
-def _given(args: argparse.Namespace, keywords_of: type) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in fields(keywords_of) if hasattr(args, field.name)}
+def _given(args: argparse.Namespace, options: Sequence[Option], *others: str) -> dict[str, Any]:
+    keywords = [*(option.keyword for option in options), *others]
+    return {keyword: getattr(args, keyword) for keyword in keywords if hasattr(args, keyword)}

@@ -17,7 +17,7 @@ from ..kernels.ops import Ops, PackedWeight
 from ..models import Parameter, Plan, TensorSpec
 from .source import TensorSource
 
-CHUNK_BYTES = 4 << 20  #: of float32 rows, read and packed at once
+CHUNK_BYTES = 2 << 20  #: of float32 rows, read and packed at once; conversions take a few times that
 NAMES_SHOWN = 5
 
 

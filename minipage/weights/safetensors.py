@@ -133,13 +133,21 @@ def read_index(path: Path) -> dict[str, str]:
     return placed
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different; the library takes the last of two, and no file needs two."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"duplicate key in {shorten([key for key, _ in pairs])}")
+    return found
+
+
 def read_header(data: DataFile) -> dict[str, Entry]:
     """The tensors of a file, once the safetensors library has checked that its header and its size agree."""
     try:
         with safetensors.safe_open(data.path, framework="numpy"):
             pass
         length = int(data.read(0, 1, "<u8")[0])
-        header: dict[str, Any] = json.loads(data.read(8, length, "u1").tobytes())
+        header: dict[str, Any] = json.loads(data.read(8, length, "u1").tobytes(), object_pairs_hook=once)
     except Exception as error:  # the library's own error, OSError, and what a hostile number makes of Python's parser
         if isinstance(error, ModelLoadError):
             raise

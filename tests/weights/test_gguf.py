@@ -1,0 +1,352 @@
+"""GGUF files: every tensor type, row order, names, the translated config, and refusal of what is hostile or unknown."""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from helpers.gguf_files import write_gguf
+from helpers.memory import measure_peak
+from helpers.models import HISTORY_CONFIG, bfloat16_bits, history_tensors
+
+from minipage.errors import ModelLoadError
+from minipage.models import parameters
+from minipage.weights.checkpoint import Checkpoint, open_checkpoint
+from minipage.weights.gguf import half_rotated_order, readable_types
+from minipage.weights.loader import check
+
+CONFIG = {**HISTORY_CONFIG, "head_dim": 16}
+TENSORS = history_tensors(3, CONFIG)
+SCALING = "llama.rope.scaling."
+
+
+def opened(path: Path, **options: Any) -> Checkpoint:
+    """The history model as a GGUF file, written with these options and opened."""
+    return open_checkpoint(str(write_gguf(path / "model.gguf", CONFIG, TENSORS, **options)))
+
+
+@pytest.mark.parametrize("matrix_type", ["F32", "F16", "BF16"])
+def test_float_tensors_come_back_bit_for_bit(matrix_type: str, tmp_path: Path) -> None:
+    """Names, shapes, row order and bits of every tensor are those of the Hugging Face model, q and k included."""
+    source = opened(tmp_path, matrix_type=matrix_type).source
+    assert sorted(source.names()) == sorted(TENSORS)
+    for name, tensor in TENSORS.items():
+        stored = tensor
+        if tensor.ndim > 1:
+            stored = {"F32": tensor, "F16": tensor.astype(np.float16), "BF16": bfloat16_bits(tensor)}[matrix_type]
+        assert source.shape(name) == tensor.shape
+        for start, stop in ((0, None), (0, 1), (3, 21), (17, 18), (5, 5)):
+            rows = source.read(name, start, stop)
+            assert rows.dtype == stored.dtype
+            np.testing.assert_array_equal(rows, stored[start:stop], err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make infinite scales
+@pytest.mark.parametrize("matrix_type", readable_types())
+def test_quantised_rows_are_dequantised_alone(matrix_type: str, tmp_path: Path) -> None:
+    """Every type that the gguf package dequantises is read, and a range of rows equals those rows of the whole."""
+    type = gguf.GGMLQuantizationType[matrix_type]
+    block, size = gguf.GGML_QUANT_SIZES[type]
+    columns = max(block, 64)
+    stored = np.random.default_rng(0).integers(0, 256, (32, columns // block * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for key, value in {
+        "embedding_length": 64,
+        "feed_forward_length": 8,
+        "block_count": 1,
+        "context_length": 16,
+    }.items():
+        writer.add_uint32("llama." + key, value)
+    writer.add_uint32("llama.attention.head_count", 2)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.0.ffn_up.weight"):
+        writer.add_tensor(name, stored, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    source = open_checkpoint(str(tmp_path / "model.gguf")).source
+    assert source.dtype("model.layers.0.mlp.up_proj.weight") == matrix_type
+    whole = np.asarray(gguf.dequantize(stored, type), np.float32)
+    order = np.arange(32).reshape(1, 16, 2).swapaxes(1, 2).reshape(-1)  # one head of 32, undone by hand
+    for name, expected in (("mlp.up_proj", whole), ("self_attn.q_proj", whole[order])):
+        for start, stop in ((0, 32), (3, 9)):
+            rows = source.read(f"model.layers.0.{name}.weight", start, stop)
+            if rows.dtype == np.uint16:
+                rows = (rows.astype(np.uint32) << 16).view(np.float32)
+            np.testing.assert_array_equal(rows.astype(np.float32), expected[start:stop])
+
+
+def test_row_order_with_a_partly_rotated_head() -> None:
+    """Neighbours among the first R rows become halves; the rest of a head stays where it is."""
+    np.testing.assert_array_equal(half_rotated_order(8, 8), [0, 2, 4, 6, 1, 3, 5, 7])
+    np.testing.assert_array_equal(half_rotated_order(8, 4), [0, 2, 1, 3, 4, 5, 6, 7])
+
+
+def test_the_package_reads_the_same_metadata(tmp_path: Path) -> None:
+    """Our reading of the header agrees with the gguf package's on every key and every tensor's place."""
+    from minipage.weights.gguf_header import read_header
+
+    values = {
+        "a.bool": True,
+        "a.text": "né",
+        "a.list": ["x", "", "ü"],
+        "a.ints": [1, -2],
+        "a.floats": [0.5, 2.0],
+        "a.neg": -1.5,
+    }
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, TENSORS, metadata=values, matrix_type="F16")
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert header.metadata == expected
+    places = {t.name: (t.tensor_type, tuple(int(d) for d in t.shape)[::-1], t.data_offset) for t in reader.tensors}
+    assert {name: tuple(info) for name, info in header.tensors.items()} == places
+
+
+# ---- config --------------------------------------------------------------------------------------------------------
+
+
+def test_config_is_that_of_the_folder(tmp_path: Path) -> None:
+    """The translated config describes the model that was written, and its plan fits the file."""
+    checkpoint = opened(tmp_path)
+    config = checkpoint.model_config()
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (61, 32, 48)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert (config.max_position_embeddings, config.activation, config.dtype) == (4096, "silu", "float32")
+    assert config.norm_eps == pytest.approx(1e-5)
+    assert (config.rope.kind, config.rope.theta, config.rope.rotary_dim) == ("default", 10000.0, 16)
+    assert not config.tie_word_embeddings
+    check(parameters(config), checkpoint.source)
+
+
+def test_tied_head_dtype_and_layers_given_as_lists(tmp_path: Path) -> None:
+    """No output.weight means a tied head; dtype is that of the matrices; per-layer numbers may be lists of equal ones."""
+    tensors = {name: tensor for name, tensor in TENSORS.items() if name != "lm_head.weight"}
+    metadata = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [48, 48]}
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, tensors, metadata=metadata, matrix_type="BF16")
+    config = open_checkpoint(str(path)).model_config()
+    assert config.tie_word_embeddings
+    assert (config.dtype, config.num_kv_heads) == ("bfloat16", 2)
+
+
+def test_vocabulary_size_is_that_of_the_tokens(tmp_path: Path) -> None:
+    """With a vocabulary, its length counts; the embedding may have more rows, and they are not used."""
+    tokens = [f"t{i}" for i in range(57)]
+    checkpoint = opened(tmp_path, metadata={"tokenizer.ggml.tokens": tokens})
+    assert checkpoint.model_config().vocab_size == 57
+    assert checkpoint.vocabulary == {"tokenizer.ggml.tokens": tokens}
+    check(parameters(checkpoint.model_config()), checkpoint.source)
+
+
+def test_biases_are_found_and_reordered(tmp_path: Path) -> None:
+    """Biases in the file set the config's flags, and those of q and k come back in half-rotated order."""
+    rng = np.random.default_rng(0)
+    biases = {
+        name.replace(".weight", ".bias"): rng.normal(size=len(tensor)).astype(np.float32)
+        for name, tensor in TENSORS.items()
+        if ".self_attn." in name and "o_proj" not in name
+    }
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "model.gguf", CONFIG, {**TENSORS, **biases})))
+    config = checkpoint.model_config()
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)
+    check(parameters(config), checkpoint.source)
+    for name, bias in biases.items():
+        np.testing.assert_array_equal(checkpoint.source.read(name), bias)
+
+
+def test_rope_scalings(tmp_path: Path) -> None:
+    """Linear and yarn keys, the first files' scale_linear, and the divisors of rope_freqs.weight all arrive."""
+
+    def rope(metadata: dict[str, Any], **options: Any) -> Any:
+        return opened(tmp_path, metadata=metadata, **options).model_config().rope
+
+    assert rope({SCALING + "type": "none"}).kind == "default"
+    linear = rope({SCALING + "type": "linear", SCALING + "factor": 2.0})
+    assert (linear.kind, linear.factor) == ("linear", 2.0)
+    assert rope({"llama.rope.scale_linear": 4.0}).factor == 4.0
+    yarn_keys = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 1024,
+        "yarn_beta_fast": 16.0,
+        "finetuned": True,
+    }
+    yarn = rope({SCALING + key: value for key, value in yarn_keys.items()})
+    assert (yarn.kind, yarn.factor, yarn.original_max_position, yarn.beta_fast, yarn.beta_slow) == (
+        "yarn",
+        4.0,
+        1024,
+        16,
+        1,
+    )
+    assert yarn.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    yarn_keys = {"type": "yarn", "factor": 4.0, "attn_factor": 0.5}
+    assert rope({SCALING + k: v for k, v in yarn_keys.items()}).attention_factor == pytest.approx(
+        0.05 * math.log(4) + 0.5
+    )
+    divisors = [1.0, 1.0, 1.0, 2.0, 3.0, 8.0, 8.0, 8.0]
+    assert rope({}, freq_factors=divisors).freq_factors == tuple(divisors)
+    assert "rope_freqs.weight" not in opened(tmp_path, freq_factors=divisors).source.names()
+    assert rope({"llama.rope.dimension_count": 8}).rotary_dim == 8
+
+
+def test_what_ends_a_generation(tmp_path: Path) -> None:
+    """eos, eot and eom ids, and control or user-defined tokens with a known text; never a plain token of that text."""
+    tokens = ["<|endoftext|>", "a", "<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "b", "c"]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 1, 3, 4, 3, 1, 1, 3],
+        "tokenizer.ggml.eos_token_id": 4,
+        "tokenizer.ggml.eot_token_id": 7,
+    }
+    checkpoint = opened(tmp_path, metadata=metadata)
+    assert checkpoint.generation_config == {"eos_token_id": [0, 2, 3, 4, 7]}
+    assert checkpoint.model_config().eos_token_ids == (4,)
+
+
+def test_window_counts_where_the_file_has_one(tmp_path: Path) -> None:
+    """attention.sliding_window is a window in every layer."""
+    assert opened(tmp_path, metadata={"llama.attention.sliding_window": 8}).model_config().windows == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count is 8; allowed: absent, or 0"),
+        ({"llama.final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
+        ({"llama.attention.value_length": 8}, "value_length is 8; allowed: as key_length: 16"),
+        (
+            {"llama.attention.head_count_kv": [1, 2]},
+            r"head_count_kv is \[1, 2\]; allowed: the same number in all layers",
+        ),
+        ({"llama.block_count": None}, r"llama\.block_count is missing"),
+        ({"llama.embedding_length": "32"}, "embedding_length is '32'"),
+        ({"llama.context_length": 0}, "context_length is 0"),
+        (
+            {"llama.attention.key_length": 2**31, "llama.attention.value_length": 2**31},
+            r"has shape \[64, 32\], wanted \[8589934592, 32\]",
+        ),
+        ({SCALING + "type": "longrope"}, r"scaling\.type is 'longrope'; allowed: none, linear, yarn"),
+        ({SCALING + "type": "linear"}, r"scaling\.factor is missing"),
+        ({SCALING + "type": "linear", SCALING + "factor": 2.0, SCALING + "attn_factor": 2.0}, "attn_factor is 2"),
+        ({SCALING + "alpha": 2.0}, r"scaling\.alpha is 2"),
+        ({"llama.rope.dimension_count": 64}, "partial_rotary_factor is 4"),
+        ({"split.count": 2}, "split.count is 2"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
+    ],
+)
+def test_what_is_not_supported_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """A ModelLoadError names the file, the key, its value and what is allowed, and the file is closed."""
+    with pytest.raises(ModelLoadError, match=rf"model\.gguf: .*({message})"):
+        checkpoint = opened(tmp_path, metadata=metadata)
+        check(parameters(checkpoint.model_config()), checkpoint.source)
+
+
+def test_other_architectures_and_types_are_refused(tmp_path: Path) -> None:
+    """An unknown architecture is named with what is allowed; so is a tensor type that cannot be dequantised."""
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, {}, architecture="falcon")
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: general\.architecture is 'falcon'; allowed: llama"):
+        open_checkpoint(str(path))
+    tensors = {**TENSORS, "model.layers.1.mlp.up_proj.weight": np.zeros((48, 32), np.int8)}
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "types.gguf", CONFIG, tensors)))
+    message = r"types\.gguf: tensor model\.layers\.1\.mlp\.up_proj\.weight has dtype I8, allowed: F32, F16, Q4_0"
+    with pytest.raises(ModelLoadError, match=message):
+        check(parameters(checkpoint.model_config()), checkpoint.source)
+
+
+# ---- hostile headers -----------------------------------------------------------------------------------------------
+
+
+def text(value: bytes | str) -> bytes:
+    """A string as GGUF has it."""
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    """A metadata pair of a raw value."""
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str, dims: list[int], kind: int = 0, offset: int = 0, num_dims: int | None = None) -> bytes:
+    """A tensor's entry."""
+    count = len(dims) if num_dims is None else num_dims
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", count, *dims, kind, offset)
+
+
+def header(tensors: list[bytes], pairs: list[bytes], tail: bytes = bytes(64), version: int = 3, **counts: int) -> bytes:
+    """A whole file; ``counts`` may lie about the number of tensors and pairs."""
+    num_tensors, num_pairs = counts.get("num_tensors", len(tensors)), counts.get("num_pairs", len(pairs))
+    start = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_pairs)
+    return start + b"".join(pairs) + b"".join(tensors) + tail
+
+
+ARCHITECTURE = pair("general.architecture", 8, text("llama"))
+HUGE = 1 << 62
+
+HOSTILE = {
+    "empty": b"",
+    "another format": b"PK\3\4" + bytes(64),
+    "version 1": header([], [ARCHITECTURE], version=1),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64),
+    "cut in the counts": header([], [])[:12],
+    "cut in the metadata": header([], [ARCHITECTURE], b"")[:-3],
+    "cut in the tensors": header([tensor("a", [4])], [ARCHITECTURE], b"")[:-3],
+    "cut in the data": header([tensor("a", [64])], [ARCHITECTURE], bytes(64)),
+    "endless tensors": header([], [ARCHITECTURE], num_tensors=HUGE),
+    "endless pairs": header([], [ARCHITECTURE], num_pairs=HUGE),
+    "endless string": header([], [text("k") + struct.pack("<IQ", 8, HUGE)]),
+    "endless numbers": header([], [pair("k", 9, struct.pack("<IQ", 4, HUGE))]),
+    "endless bytes": header([], [pair("k", 9, struct.pack("<IQ", 0, (1 << 64) - 1))]),
+    "endless strings": header([], [pair("k", 9, struct.pack("<IQ", 8, HUGE))]),
+    "array of arrays": header([], [pair("k", 9, struct.pack("<IQ", 9, 1) * 40)]),
+    "unknown value type": header([], [pair("k", 99, bytes(8))]),
+    "unknown element type": header([], [pair("k", 9, struct.pack("<IQ", 99, 1))]),
+    "bad UTF-8": header([], [pair("k", 8, text(b"\xff\xfe"))]),
+    "duplicate key": header([], [ARCHITECTURE, ARCHITECTURE]),
+    "duplicate tensor": header([tensor("a", [4]), tensor("a", [4])], [ARCHITECTURE]),
+    "unknown tensor type": header([tensor("a", [4], kind=77)], [ARCHITECTURE]),
+    "removed tensor type": header([tensor("a", [4], kind=4)], [ARCHITECTURE]),
+    "no dims": header([tensor("a", [])], [ARCHITECTURE]),
+    "endless dims": header([tensor("a", [4], num_dims=1 << 31)], [ARCHITECTURE]),
+    "shape overflow": header([tensor("a", [1 << 33, 1 << 33])], [ARCHITECTURE]),
+    "offset beyond the file": header([tensor("a", [4], offset=HUGE)], [ARCHITECTURE]),
+    "rows of half a block": header([tensor("a", [16], kind=2)], [ARCHITECTURE]),
+    "alignment 0": header([], [ARCHITECTURE, pair("general.alignment", 4, struct.pack("<I", 0))]),
+    "alignment 3": header([], [ARCHITECTURE, pair("general.alignment", 4, struct.pack("<I", 3))]),
+    "alignment as text": header([], [ARCHITECTURE, pair("general.alignment", 8, text("32"))]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(name: str, tmp_path: Path) -> None:
+    """A bad header is a ModelLoadError that names the file, at once, with no memory taken and nothing left open."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(HOSTILE[name])
+    started = time.perf_counter()
+    with measure_peak() as peak, pytest.raises(ModelLoadError, match=r"model\.gguf: not a valid GGUF file: "):
+        open_checkpoint(str(path))
+    assert time.perf_counter() - started < 1
+    assert peak.nbytes < 20e6
+    gc.collect()
+    if Path("/proc/self/fd").exists():
+        open_files = [d.resolve() for d in Path("/proc/self/fd").iterdir() if d.exists()]
+        assert path not in open_files
+
+
+def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+    """A file that ends anywhere before its last tensor is a ModelLoadError, never another error or a wrong model."""
+    whole = write_gguf(tmp_path / "whole.gguf", CONFIG, TENSORS).read_bytes()
+    path = tmp_path / "model.gguf"
+    for length in [*range(0, 1500, 7), *range(1500, len(whole) - 64, 4099)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelLoadError, match=r"model\.gguf"):
+            open_checkpoint(str(path))

@@ -15,7 +15,7 @@ Array = Any
 #: A thread block computes TILE_OUTPUTS outputs of TILE_TOKENS tokens, TILE_INPUTS inputs at a time.
 TILE_OUTPUTS = 32
 TILE_INPUTS = 32
-TILE_TOKENS = 1 if SIMULATED else 8
+TILE_TOKENS = 4 if SIMULATED else 8
 PADDED = TILE_INPUTS + 1  #: so that a column of the tile lies in 32 different banks of shared memory
 
 
@@ -43,8 +43,9 @@ def _linear_kernel(element: Any) -> Any:
                 inside = first_output + n < num_outputs and i < num_inputs
                 weight_tile[n, lane] = element(codes, scales, minima, first_output + n, i) if inside else float32(0)
             cuda.syncthreads()
-            for k in range(TILE_INPUTS):
-                total += x_tile[row, k] * weight_tile[lane, k]
+            if token < num_tokens:
+                for k in range(TILE_INPUTS):
+                    total += x_tile[row, k] * weight_tile[lane, k]
             cuda.syncthreads()
         if token < num_tokens and output < num_outputs:
             out[token, output] = total + bias[output] if has_bias else total

@@ -69,4 +69,5 @@ def explain(error: Exception) -> str:
         return "it is not there, or private. Check the name, and log in with `hf auth login` if it is private"
     if offline and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE={offline} is set and it is not in the hub's cache. Unset it and fetch the model once"
-    return f"{type(error).__name__}: {error}. Check the network, or set HF_HUB_OFFLINE=1 if it is in the hub's cache"
+    reason = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {reason}. Check the network, or set HF_HUB_OFFLINE=1 if it is in the hub's cache"

@@ -77,6 +77,7 @@ class Engine:
             )
         if not isinstance(params, SamplingParams):
             raise InvalidArgumentError(f"sampling params must be SamplingParams, not {type(params).__name__}")
+        params = params.clone()  # what the caller does to its own from here on changes nothing
         text, token_ids = self._prompts.read(prompt, params)
         longest = self._prompts.longest_total(len(token_ids), params.n)
         with self._lock:

@@ -8,6 +8,7 @@ Letters in shapes: T tokens, V vocabulary, H hidden size, D head size, R rotary 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = Any  #: a NumPy array
+
+QUERIES_AT_ONCE = 256  #: scores of a long prompt are more than a cache holds
 
 
 class Reference:
@@ -67,15 +70,15 @@ class Reference:
         k = self.linear(x, name + "k_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
         v = self.linear(x, name + "v_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        age = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]  # of each key, seen from each query
-        hidden = (age < 0) | (age >= window) if window else age < 0
         out = np.empty_like(q)
-        for head in range(self.num_heads):
+        for head, start in itertools.product(range(self.num_heads), range(0, tokens, QUERIES_AT_ONCE)):
+            stop = min(start + QUERIES_AT_ONCE, tokens)
             shared = head * self.num_kv_heads // self.num_heads
-            scores = q[:, head] @ k[:, shared].T * np.asarray(self.head_dim**-0.5, self.dtype)
-            scores[hidden] = -np.inf
+            scores = q[start:stop, head] @ k[:stop, shared].T * np.asarray(self.head_dim**-0.5, self.dtype)
+            age = np.arange(start, stop)[:, None] - np.arange(stop)  # of each key, seen from each query
+            scores[(age < 0) | (age >= (window or tokens))] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:, shared]
+            out[start:stop, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:stop, shared]
         return self.linear(out.reshape(tokens, -1), name + "o_proj")
 
     def mlp(self, x: Array, name: str) -> Array:

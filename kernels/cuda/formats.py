@@ -25,7 +25,7 @@ def _simulated_widen(value: Any) -> Any:
 
 def _simulated_narrow(array: Array, value: Any) -> Any:
     if array.dtype == np.uint16:
-        return float32_to_bfloat16(value)[()]
+        return float32_to_bfloat16(value).item()
     return array.dtype.type(value)
 
 

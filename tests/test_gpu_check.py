@@ -1,0 +1,82 @@
+"""scripts/gpu_check.py, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minipage.device import Device, open_device
+from minipage.kernels import reference
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def test_everything_is_right_in_the_simulator(tmp_path: Path) -> None:
+    """The correctness part passes with device cuda-sim: exit status 0, a table, and a report with a row for each op."""
+    pytest.importorskip("numba_cuda")
+    pytest.importorskip("greenlet")
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cuda-sim"]
+    environment = os.environ | {"OUT": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    names = " ".join(row["name"] for row in report["rows"])
+    for op in ("linear", "embed", "norms", "elementwise", "rope_and_cache", "copy_blocks", "attention", "tokens"):
+        assert op in names
+    assert f"{len(report['rows'])} passed, 0 failed" in result.stdout
+    assert "left out" not in result.stdout
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("gpu_check")
+
+
+def broken_device(**ops: Any) -> Device:
+    """The reference device with some ops replaced."""
+    device = open_device("reference")
+    device.ops = SimpleNamespace(**{**vars(reference), **ops})  # type: ignore[assignment]
+    return device
+
+
+def nearly_add(out: Any, x: Any, y: Any) -> None:
+    out[:] = x + y + np.float32(1e-3)
+
+
+def add_nothing(out: Any, x: Any, y: Any) -> None:
+    out[:] = np.nan
+
+
+def raise_instead(out: Any, x: Any, y: Any) -> None:
+    raise RuntimeError("launch failed")
+
+
+@pytest.mark.parametrize("add", [nearly_add, add_nothing, raise_instead])
+def test_an_op_that_is_wrong_is_reported(gpu_check: Any, add: Any) -> None:
+    """A result a little off, NaN, or an exception makes the op's row wrong, and no other."""
+    wrong = [row.name for row in gpu_check.check_ops(broken_device(add=add), large=False) if not row.ok]
+    assert wrong == ["elementwise T3 I40"]
+
+
+def test_bits_that_depend_on_company_are_reported(gpu_check: Any) -> None:
+    """A linear layer whose rounding depends on the number of tokens is found, although it is exact enough."""
+
+    def linear(out: Any, x: Any, weight: Any, bias: Any) -> None:
+        reference.linear(out, x, weight, bias)
+        out *= np.float32(1 + 1e-6 * (len(x) > 1))
+
+    wrong = [row.name for row in gpu_check.check_ops(broken_device(linear=linear), large=False) if not row.ok]
+    assert wrong == [
+        f"linear {kind} alone and in a batch" for kind in ("float32", "bfloat16", "float16", "int8", "int4")
+    ]

@@ -1,4 +1,4 @@
-"""How much memory this process took at most while something ran, pages of mapped files included."""
+"""What this process holds: memory at its peak, pages of mapped files included, and open files."""
 
 from __future__ import annotations
 
@@ -46,3 +46,12 @@ def from_status(key: str) -> int:
 def highest_ever() -> int:
     """The process's highest resident size so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def holds(path: Path) -> bool:
+    """Whether this process maps the file or holds a descriptor of it; False where the system does not tell (no /proc)."""
+    maps, descriptors = Path("/proc/self/maps"), Path("/proc/self/fd")
+    if not maps.exists():
+        return False
+    targets = [descriptor.resolve() for descriptor in descriptors.iterdir() if descriptor.exists()]
+    return path.resolve() in targets or str(path.resolve()) in maps.read_text()

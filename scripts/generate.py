@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
                 labelled = len(prompts) > 1 or params.n > 1
                 text = to_text(output, number, show_prompt=not args.chat, labelled=labelled)
                 bar.write(to_json(output) if args.json else text, file=sys.stdout)
+                if params.max_tokens is not None:  # those that ended early leave fewer tokens to wait for
+                    bar.total -= sum(params.max_tokens - len(completion.token_ids) for completion in output.outputs)
 
             measured = complete(llm, engine_prompts(llm, prompts, args), params, bar, emit)
         print(report(measured, llm, loading), file=sys.stderr)

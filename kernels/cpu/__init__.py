@@ -1,0 +1,37 @@
+"""The op set for the CPU: Numba, and NumPy where an op only copies.
+
+Start with :mod:`.microkernel`, which linear layers and attention share. Under NUMBA_DISABLE_JIT=1 everything here runs as
+plain Python, where a debugger can step through it.
+"""
+
+from __future__ import annotations
+
+from .attention import paged_attention
+from .blocks import copy_blocks, swap_blocks
+from .elementwise import add, gated_activation, gather_rows
+from .linear import embed, linear
+from .norm import layer_norm, rms_norm
+from .rope import rope_and_cache
+from .weights import empty_weight, pack_rows, unpack_rows
+
+KEY_AXES = (0, 1, 3, 2)
+VALUE_AXES = (0, 1, 2, 3)
+
+__all__ = [
+    "KEY_AXES",
+    "VALUE_AXES",
+    "add",
+    "copy_blocks",
+    "embed",
+    "empty_weight",
+    "gated_activation",
+    "gather_rows",
+    "layer_norm",
+    "linear",
+    "pack_rows",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "swap_blocks",
+    "unpack_rows",
+]

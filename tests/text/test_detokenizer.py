@@ -118,7 +118,7 @@ def _is_character(data: bytes) -> bool:
 
 
 @given(prompt=F3_IDS, output=F3_IDS, skip=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_byte_level_equals_one_shot_decoding(prompt: list[int], output: list[int], skip: bool) -> None:
     """For any ids: the library's text of prompt and output, less that of the prompt, save a character that they share."""
     head, whole = F3.decode(prompt, skip), F3.decode(prompt + output, skip)
@@ -166,7 +166,7 @@ def spelled_out(prompt: list[int], output: list[int], skip: bool) -> str:
 
 
 @given(prompt=F4_IDS, output=F4_IDS, skip=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_byte_fallback_follows_the_rule(prompt: list[int], output: list[int], skip: bool) -> None:
     """For any ids: whole characters, one U+FFFD for each byte of none, the pieces in the context of the prompt."""
     assert "".join(deltas(F4, prompt, output, skip)) == spelled_out(prompt, output, skip)
@@ -196,7 +196,7 @@ WORD_IDS = st.lists(st.integers(0, len(WORDS) - 1), max_size=12)
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(prompt=WORD_IDS, output=WORD_IDS)
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_other_decoders_equal_one_shot_decoding(name: str, prompt: list[int], output: list[int]) -> None:
     """Decoders that look at the neighbours of a token: the text of prompt and output, less that of the prompt."""
     tokenizer = WITH_PIECES[name]
@@ -211,6 +211,7 @@ MIXED = wrap(MIXED_BACKEND)
 
 
 @given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), max_size=20), st.data())
+@settings(deadline=None)
 def test_byte_level_among_other_steps(text: str, data: st.DataObject) -> None:
     """A decoder that is byte-level and more shows whole characters too, across the end of the prompt as well."""
     ids = list(text.encode())

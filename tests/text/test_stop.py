@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipage.errors import InvalidArgumentError
@@ -27,6 +27,7 @@ def find_stop(text: str, may_stop: list[bool], stops: list[str]) -> tuple[int, i
 
 
 @given(STOPS, PIECES, st.booleans())
+@settings(deadline=None)
 def test_stream_equals_search_of_the_whole_text(
     stops: list[str], pieces: list[tuple[str, bool]], include_stop: bool
 ) -> None:
@@ -46,6 +47,7 @@ def test_stream_equals_search_of_the_whole_text(
 
 
 @given(STOPS, st.lists(st.text("abcd", max_size=5), max_size=8))
+@settings(deadline=None)
 def test_holds_back_exactly_what_can_still_become_a_stop(stops: list[str], pieces: list[str]) -> None:
     """What is held back is the longest end of the text that begins a stop: no more, so that nothing waits in vain."""
     stop_filter = StopFilter(stops)
@@ -61,6 +63,7 @@ def test_holds_back_exactly_what_can_still_become_a_stop(stops: list[str], piece
 
 
 @given(STOPS, PIECES)
+@settings(deadline=None)
 def test_order_of_the_list_does_not_matter(stops: list[str], pieces: list[tuple[str, bool]]) -> None:
     """The earliest stop wins whatever the order of the list."""
     one, other = StopFilter(stops), StopFilter(stops[::-1])

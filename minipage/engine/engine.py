@@ -196,8 +196,7 @@ class Engine:
             return
         if not request.unfinished:  # it has failed
             return
-        if not request.is_forked:
-            self._scheduler.fork(request)
+        self._fork(request)
         sequence = request.sequences[child]
         sequence.token_ids.append(token.token_id)
         self._generation_tokens += 1
@@ -222,8 +221,14 @@ class Engine:
         stop_ids.update((token_id, token_id) for token_id in params.stop_token_ids or ())
         return stop_ids
 
+    def _fork(self, request: Request) -> None:
+        """Give a request all its n sequences: from here on, and in its outputs, each has an end of its own."""
+        if not request.is_forked:
+            self._scheduler.fork(request)
+
     def _fail(self, entry: _Entry, error: SamplingError) -> None:
         """End a request whose logits are of no use; the others go on."""
+        self._fork(entry.request)
         for sequence in entry.request.unfinished:
             self._finish(entry, sequence, "abort", str(error))
 
@@ -249,6 +254,7 @@ class Engine:
         return returned
 
     def _abort(self, entry: _Entry) -> RequestOutput:
+        self._fork(entry.request)
         for sequence in entry.request.unfinished:
             entry.outputs[sequence.index].finish()
         self._scheduler.abort(entry.request)

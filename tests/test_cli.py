@@ -181,9 +181,20 @@ def test_several_prompts_are_numbered(run: Callable[..., tuple[int, str, str]]) 
     assert (code, out) == (0, "[0.0] b>Paris.\n[0.1] b>Paris.\n")
 
 
-def test_chat_answers_instead_of_continuing(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_chat_answers_instead_of_continuing(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--chat puts a prompt through the template and shows the answer alone; --json shows what the template made of it."""
+    asked: list[Any] = []
+    stream_chat = LLM.stream_chat
+
+    def listen(llm: LLM, messages: Any, params: Any) -> Any:
+        asked.extend(messages)
+        return stream_chat(llm, messages, params)
+
+    monkeypatch.setattr(LLM, "stream_chat", listen)
     assert run("generate", "--chat", "--system", "be brief", "capital>") == (0, "Paris.\n", "")
+    assert asked == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "capital>"}]
     code, out, _ = run("generate", "--chat", "--system", "be brief", "--json", "capital>")
     assert (code, json.loads(out)["prompt"]) == (0, "be brief|capital>")
 

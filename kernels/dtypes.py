@@ -9,7 +9,11 @@ import numpy as np
 Array = Any
 
 #: NumPy dtype that stores each float kind.
-STORAGE: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+STORAGE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 
 
 def float_kind(array: Array) -> str:
@@ -58,5 +62,7 @@ def convert(array: Array, kind: str) -> Array:
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
     if np.any(np.isinf(half) & np.isfinite(x)):
-        raise ValueError(f"a value of magnitude {np.abs(x[np.isfinite(x)]).max():.6g} does not fit float16 (largest 65504)")
+        raise ValueError(
+            f"a value of magnitude {np.abs(x[np.isfinite(x)]).max():.6g} does not fit float16 (largest 65504)"
+        )
     return half

@@ -53,6 +53,11 @@ def dequantize_int4(codes: Array, scale: Array, minimum: Array) -> Array:
     return codes.astype(np.float32) * scale[..., None] + minimum[..., None]
 
 
+def ungroup(groups: Array, num_inputs: int) -> Array:
+    """Groups [n, G, GROUP_SIZE] as rows [n, K], without the padding."""
+    return groups.reshape(len(groups), groups.shape[1] * GROUP_SIZE)[:, :num_inputs]
+
+
 def check_rows(weight: PackedWeight, start: int, rows: Array) -> None:
     """Raise ValueError unless ``rows`` [n, K] fit ``weight`` (N, K) at ``start``."""
     num_rows, num_inputs = weight.shape

@@ -36,7 +36,7 @@ def widen(stored: Array) -> Array:
 def narrow(value: Any, like: Array) -> Any:
     """A float32 scalar as an element of the array ``like``, to nearest, ties to even."""
     if like.dtype == np.uint16:
-        return float32_to_bfloat16(value)[()]
+        return float32_to_bfloat16(value).item()
     return np.float16(value).view(np.int16) if like.dtype == np.int16 else value
 
 

@@ -13,7 +13,15 @@ import numpy as np
 
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import WEIGHT_KINDS, Array, PackedWeight
-from ..quantization import check_rows, dequantize_int4, dequantize_int8, num_groups, quantize_int4, quantize_int8
+from ..quantization import (
+    check_rows,
+    dequantize_int4,
+    dequantize_int8,
+    num_groups,
+    quantize_int4,
+    quantize_int8,
+    ungroup,
+)
 from .quantized import PANEL, RECORD_BYTES, RECORD_DTYPE, pack_pairs, record_fields, unpack_pairs
 from .storage import as_numba, widen
 
@@ -82,4 +90,4 @@ def select_rows(weight: PackedWeight, rows: Array) -> Array:
         return widen(array[panels, :, lanes])
     parts = [field[panels, ..., lanes] for field in record_fields(array)]
     groups = dequantize_int8(*parts) if weight.kind == "int8" else dequantize_int4(unpack_pairs(parts[0]), *parts[1:])
-    return groups.reshape(len(rows), -1)[:, : weight.shape[1]]
+    return ungroup(groups, weight.shape[1])

@@ -83,11 +83,13 @@ def paged_attention_kernel(
         old_largest = largest
         for i in range(tile_first - tile, tile_stop - tile):
             largest = max(largest, scores[i])
-        weights[thread] = math.exp(score - largest)
+        # Where all scores so far are -inf, weights of 0: exp(-inf - -inf) would be NaN.
+        base = largest if largest != float32(-math.inf) else float32(0)
+        weights[thread] = math.exp(score - base)
         cuda.syncthreads()
 
         # Then, a thread a dim: neighbouring threads read neighbouring dims of a token.
-        shrink = math.exp(old_largest - largest)
+        shrink = math.exp(old_largest - base)
         weight_sum *= shrink
         attended *= shrink
         for position in range(tile_first, tile_stop):

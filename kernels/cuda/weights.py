@@ -16,7 +16,15 @@ from numpy import float32
 
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import GROUP_SIZE, WEIGHT_KINDS, PackedWeight
-from ..quantization import check_rows, dequantize_int4, dequantize_int8, num_groups, quantize_int4, quantize_int8
+from ..quantization import (
+    check_rows,
+    dequantize_int4,
+    dequantize_int8,
+    num_groups,
+    quantize_int4,
+    quantize_int8,
+    ungroup,
+)
 from .formats import widen
 from .target import pure_function, to_device, to_host
 
@@ -66,7 +74,7 @@ def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
     else:
         halves = np.stack([parts[0] & 15, parts[0] >> 4], axis=-1)
         values = dequantize_int4(halves.reshape(num_rows, groups, GROUP_SIZE), parts[1], parts[2])
-    return values.reshape(num_rows, -1)[:, : weight.shape[1]]
+    return ungroup(values, weight.shape[1])
 
 
 @pure_function

@@ -8,7 +8,15 @@ import numpy as np
 
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, PackedWeight
-from ..quantization import check_rows, dequantize_int4, dequantize_int8, num_groups, quantize_int4, quantize_int8
+from ..quantization import (
+    check_rows,
+    dequantize_int4,
+    dequantize_int8,
+    num_groups,
+    quantize_int4,
+    quantize_int8,
+    ungroup,
+)
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
@@ -52,4 +60,4 @@ def select_rows(weight: PackedWeight, rows: slice | Array) -> Array:
         groups = dequantize_int4(*parts)
     else:
         return to_float32(parts[0])
-    return groups.reshape(len(groups), -1)[:, : weight.shape[1]]
+    return ungroup(groups, weight.shape[1])

@@ -111,10 +111,8 @@ class _Pieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._has_fallback = "ByteFallback" in tokenizer.decoder_steps
-        self._is_byte_level = (
-            "ByteLevel" in tokenizer.decoder_steps
-        )  # among others: any token may end within a character
-        self._rest = b""  # and these are the bytes of the character that it ends in
+        self._is_byte_level = "ByteLevel" in tokenizer.decoder_steps  # among other steps: any token may end
+        self._rest = b""  # within a character, of which these are the bytes so far
         self._context: list[int] = []
         self._shown = ""
         self._pending: list[int] = []

@@ -44,6 +44,8 @@ def build_backend(vocabulary: Mapping[str, Any]) -> Any:
     if model not in MODELS:
         raise ModelLoadError(f"tokenizer.ggml.model={model!r} is not supported; allowed: {', '.join(MODELS)}")
     tokens = _list(vocabulary, "tokens", str)
+    if not tokens:
+        raise ModelLoadError("tokenizer.ggml.tokens is empty; it must hold the whole vocabulary")
     types = _token_types(vocabulary, model, tokens)
     with backend_errors(ModelLoadError, "the GGUF file's vocabulary is not valid"):
         backend = _byte_level(vocabulary, tokens) if model == "gpt2" else _sentence_piece(vocabulary, tokens, types)

@@ -33,8 +33,6 @@ class Tokenizer:
         eos_token_id = self._make_special("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos_token_id is None else [eos_token_id]), *more_eos_ids]))
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ModelLoadError("the tokenizer's vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1  #: every id is below it
         self.longest_token = max(map(len, vocabulary))  #: characters of the longest entry, in the vocabulary's spelling
         added = backend.get_added_tokens_decoder()

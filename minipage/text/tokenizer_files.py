@@ -46,6 +46,8 @@ def read_backend(path: Path) -> Any:
         backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         backend.no_truncation()
         backend.no_padding()
+        if backend.get_vocab_size() == 0:
+            raise ModelLoadError(f"{path} has an empty vocabulary")
     return backend
 
 
@@ -56,10 +58,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
     """
     config_path = folder / "tokenizer_config.json"
     config = _read_object(config_path)
-    elsewhere = {
-        name: value for name, value in _read_object(folder / "special_tokens_map.json").items() if name not in config
-    }
-    special_tokens = _special_tokens({**elsewhere, **config})
+    special_tokens = _special_tokens({**_read_object(folder / "special_tokens_map.json"), **config})
     template = _read_text(folder / "chat_template.jinja")
     if template is None:
         template = _choose_template(config.get("chat_template"), config_path)

@@ -184,3 +184,15 @@ def test_abort_of_nobody(llm: LLM) -> None:
     llm.engine.abort("nobody")
     generate_ids(llm, [[1, 2]], greedy_params(2))
     llm.engine.abort("llm-0")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_aborted_request_has_all_its_outputs(llm: LLM, steps: int) -> None:
+    """Whenever a request is aborted, each of its n completions comes back, as far as it was."""
+    llm.engine.add_request("gone", [1, 2, 3], SamplingParams(n=3, seed=1, max_tokens=20))
+    for _ in range(steps):
+        llm.engine.step()
+    out = llm.engine.abort("gone")
+    assert out is not None and out.finished
+    assert [output.index for output in out.outputs] == [0, 1, 2]
+    assert [(len(output.token_ids), output.finish_reason) for output in out.outputs] == [(steps, "abort")] * 3

@@ -198,12 +198,13 @@ def test_poisoned_blocks_are_reused(tmp_path: Path, canary: Canaries) -> None:
     with open_llm(folder, num_blocks=12) as llm:
         alone = [result(llm.generate(prompt, never, use_tqdm=False)[0].outputs[0]) for prompt in prompts]
         for prompt in prompts:
-            llm.engine.add_request("ill", [*prompt, poison, *prompt][:20], greedy_params(NEW))
+            llm.engine.add_request("ill", [*prompt, poison, *prompt][:20], greedy_params(NEW, n=1 + len(prompt) % 2))
             llm.engine.add_request("well", prompt, never)
             found = run_to_end(llm)
-            assert found["ill"].outputs[0].finish_reason == "abort"
-            assert found["ill"].outputs[0].token_ids == []
-            assert "nan" in str(found["ill"].outputs[0].stop_reason).lower()
+            assert len(found["ill"].outputs) == 1 + len(prompt) % 2
+            for output in found["ill"].outputs:
+                assert (output.finish_reason, output.token_ids) == ("abort", [])
+                assert "nan" in str(output.stop_reason).lower()
             assert result(found["well"].outputs[0]) == alone[prompts.index(prompt)]
         assert [result(llm.generate(prompt, never, use_tqdm=False)[0].outputs[0]) for prompt in prompts] == alone
         assert_clean(llm, canary(SEED))

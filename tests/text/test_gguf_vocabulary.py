@@ -51,7 +51,8 @@ def byte_level_vocabulary(pre: str | None = "smollm", **more: Any) -> dict[str, 
 PIECES = {
     "▁": -1.5, "t": -20, "h": -21, "e": -22, "o": -23, "n": -24, "c": -25, "u": -26, "p": -27, "s": -28, "a": -29,
     "th": -1, "▁th": -5, "▁the": -2, "he": -3, "on": -4, "▁on": -6, "ce": -7, "once": -8, "▁once": -9, "up": -10,
-    "upon": -11, "▁u": -12, "pon": -13, "▁upon": -14, "the": -15, "<0x": -30,
+    "upon": -11, "▁u": -12, "pon": -13, "▁upon": -14, "the": -15,
+    "<": -30, "0": -31, "x": -32, "4": -33, "1": -34, ">": -35, "<0": -16, "<0x": -17, "<0x4": -18, "1>": -19,
 }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def sentence_piece(text: str) -> list[str]:
 SENTENCE_PIECE = Tokenizer.from_gguf(sentence_piece_vocabulary())
 
 
-@given(st.text("thonceups a") | st.text())
+@given(st.text("thonceups a") | st.text("<0x41>") | st.text())
 @settings(deadline=None)
 def test_merges_from_scores_give_sentence_pieces(text: str) -> None:
     """The merges rebuilt from scores lead to the pieces that merging by score does; other characters are bytes."""
@@ -176,7 +177,7 @@ def test_merges_from_scores_give_sentence_pieces(text: str) -> None:
 def test_byte_tokens_are_not_built_from_text() -> None:
     """A text that spells out a byte token does not become that byte."""
     ids = SENTENCE_PIECE.encode("<0x41>", add_special_tokens=False)
-    assert SENTENCE_PIECE.decode(ids) == "<0x41>"
+    assert [SENTENCE_PIECE.token(i) for i in ids] == ["▁", "<0x4", "1>"]
 
 
 def test_space_prefix() -> None:
@@ -253,7 +254,7 @@ def test_tokens_spelled_alike() -> None:
         ({"tokens": None}, "tokens is missing"),
         ({"tokens": "abc"}, "tokens is str"),
         ({"tokens": ["a", 5]}, "tokens[1]=5 is int"),
-        ({"tokens": []}, "empty"),
+        ({"tokens": []}, "tokens is empty"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["a nowhere"]}, "nowhere"),
         ({"merges": ["ab"]}, "not valid"),

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from minipage.text.lookalikes import ESCAPE, MARK, LookalikeGuard
+from minipage.text.lookalikes import ESCAPE, ESCAPED_MARK, MARK, LookalikeGuard
 from minipage.text.tokenizer import Tokenizer
 
 F3 = wrap(f3_backend())
 F4 = wrap(f4_backend())
 #: Texts full of control tokens, of their parts, and of what the guard itself writes.
 PARTS = st.sampled_from(
-    ["<|stop|>", "<|st", "op|>", "<", "|", ">", "</s>", "<s", "s>", "a", " b", "é", "\n", MARK, ESCAPE]
+    ["<|stop|>", "<|st", "op|>", "<", "|", ">", "</s>", "<s", "s>", "a", " b", "é", "\n", MARK, ESCAPE, ESCAPED_MARK]
 )
 TEXTS = st.lists(PARTS | st.text(max_size=2), max_size=8).map("".join)
 
@@ -55,6 +55,14 @@ def test_no_control_token_is_put_together_from_two_texts(text: str, cut: int) ->
     ids = F3.guard.encode(F3.guard.mark(whole[:cut]) + F3.guard.mark(whole[cut:]))
     assert not F3.all_special_ids & set(ids)
     assert F3.decode(ids) == whole
+
+
+@pytest.mark.parametrize("cut", range(1, len("<|stop|>")))
+def test_a_template_does_not_complete_what_a_text_begins(cut: int) -> None:
+    """Nor is one put together from a text's end and what the template writes after it, or before it and its start."""
+    begun, rest = "<|stop|>"[:cut], "<|stop|>"[cut:]
+    for text in (F3.guard.mark(begun) + rest, begun + F3.guard.mark(rest)):
+        assert F3.guard.encode(text) == literal_ids(F3, "<|stop|>")
 
 
 def test_ordinary_text_is_not_touched() -> None:

@@ -78,6 +78,7 @@ def test_order_of_the_list_does_not_matter(stops: list[str], pieces: list[tuple[
         (["bc", "abc"], "xabcx", "x", "abc"),  # both end together: the longer one
         (["abcd", "b"], "abcd", "a", "b"),  # "b" is complete first
         (["aab"], "aaab", "a", "aab"),
+        (["aaab", "ac"], "aaac", "aa", "ac"),  # the automaton falls back twice
         (["\n\n"], "one\ntwo\n\nthree", "one\ntwo", "\n\n"),
         ([], "text", "text", None),
     ],

@@ -1,0 +1,206 @@
+"""Packed weights, linear and embed, every implementation."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.kernels import (
+    CPU,
+    REFERENCE,
+    STORAGES,
+    Implementation,
+    assert_close,
+    assert_same_bits,
+    cases,
+    compare,
+    each_implementation,
+    normal,
+    rounded,
+    store,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipage.kernels.ops import WEIGHT_KINDS
+
+Array = Any
+
+#: Tokens, outputs, inputs: around the sizes of panels (16), groups (32) and register tiles (1, 3, 6).
+SHAPES = [(1, 1, 1), (1, 16, 32), (2, 17, 33), (5, 50, 31), (6, 48, 64), (7, 15, 100), (33, 200, 97), (3, 1000, 576)]
+SMALL_SHAPES = [(1, 1, 1), (2, 17, 33), (5, 50, 40)]
+
+
+@cases(
+    [(kind, *shape) for kind in WEIGHT_KINDS for shape in SHAPES],
+    [(kind, *shape) for kind in WEIGHT_KINDS for shape in SMALL_SHAPES],
+)
+def test_linear(impl: Implementation, case: tuple[str, int, int, int]) -> None:
+    """x @ weight.T + bias, with the weights that ``unpack_rows`` gives, with and without bias."""
+    kind, tokens, outputs, inputs = case
+    x, rows, bias = normal(1, tokens, inputs), normal(2, outputs, inputs), normal(3, outputs)
+    for b in (None, bias):
+
+        def formula(b: Array | None = b) -> Array:
+            weight = REFERENCE.device.ops.unpack_rows(REFERENCE.weight(rows, kind), 0, outputs)
+            return x.astype(np.float64) @ weight.T + (0 if b is None else b)
+
+        def compute(i: Implementation, b: Array | None = b) -> Array:
+            return i.result("linear", (tokens, outputs), x, i.weight(rows, kind), b)
+
+        compare(impl, compute, formula, 1e-5)
+
+
+@cases(
+    list(itertools.product(WEIGHT_KINDS, [(61, 33), (100, 64), (3, 7)])), [(kind, (37, 33)) for kind in WEIGHT_KINDS]
+)
+def test_rows_come_back(impl: Implementation, case: tuple[str, tuple[int, int]]) -> None:
+    """Packed in pieces of any size and unpacked in others, rows are what the reference makes of them, bit for bit."""
+    kind, (outputs, inputs) = case
+    rows = normal(1, outputs, inputs)
+    weight = impl.device.ops.empty_weight(rows.shape, kind, impl.device.xp)
+    pieces = [0, 1, outputs // 4, outputs // 2 + 1, outputs]
+    for start, stop in itertools.pairwise(pieces):
+        impl.device.ops.pack_rows(weight, start, rows[start:stop])
+    expected = REFERENCE.device.ops.unpack_rows(REFERENCE.weight(rows, kind), 0, outputs)
+    for start, stop in ((0, outputs), (1, outputs // 3 + 1), (outputs - 1, outputs), (2, 2)):
+        assert_same_bits(impl.device.ops.unpack_rows(weight, start, stop), expected[start:stop])
+
+
+@each_implementation
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("source", STORAGES)
+def test_float_rows_are_rounded_to_nearest(impl: Implementation, kind: str, source: str) -> None:
+    """From any storage to any other: exact where it can be, else to nearest."""
+    rows = store(normal(1, 21, 10), source)
+    weight = impl.weight(rows, kind)
+    expected = rounded(rounded(normal(1, 21, 10), source), kind)
+    assert_same_bits(impl.device.ops.unpack_rows(weight, 0, 21), expected)
+
+
+@each_implementation
+@pytest.mark.parametrize("inputs", [32, 45])
+def test_quantisation_error_is_half_a_step(impl: Implementation, inputs: int) -> None:
+    """int8: a step is the largest magnitude of a group / 127; int4: its range / 15. Groups keep out of each other."""
+    rows = normal(1, 9, inputs)
+    rows[:, 32:] *= 1000  # a group of its own
+    rows[3, :32] = 0.25
+    groups = [slice(0, 32), slice(32, inputs)][: 1 + (inputs > 32)]
+    for kind in ("int8", "int4"):
+        found = impl.device.ops.unpack_rows(impl.weight(rows, kind), 0, 9)
+        for group in groups:
+            part = rows[:, group]
+            step = np.abs(part).max(1) / 127 if kind == "int8" else np.ptp(part, axis=1) / 15
+            assert np.all(np.abs(found[:, group] - part) <= step[:, None] * 0.5001 + 1e-6 * np.abs(part))
+
+
+@each_implementation
+def test_bad_rows_are_refused(impl: Implementation) -> None:
+    """Too large for float16, not finite where it is quantised, of the wrong shape or at the wrong place, unknown kind."""
+    large, broken = np.full((2, 4), 1e6, np.float32), np.array([[1, np.nan, 2, np.inf]], np.float32)
+    with pytest.raises(ValueError, match=r"1e\+06.*float16"):
+        impl.weight(large, "float16")
+    for kind in ("int8", "int4"):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            impl.weight(broken, kind)
+    weight = impl.device.ops.empty_weight((4, 4), "float32", impl.device.xp)
+    for start, rows in ((3, large), (-1, large), (0, large[:, :3]), (0, large[0])):
+        with pytest.raises(ValueError, match=r"do not fit a weight of shape \(4, 4\)"):
+            impl.device.ops.pack_rows(weight, start, rows)
+    with pytest.raises(ValueError, match=r"int3.*int8"):
+        impl.device.ops.empty_weight((4, 4), "int3", impl.device.xp)
+
+
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_packing_needs_little_room(kind: str) -> None:
+    """Rows are converted a few at a time, not as a second copy of all of them."""
+    rows = normal(1, 2048, 512)
+    weight = CPU.device.ops.empty_weight(rows.shape, kind, np)
+    tracemalloc.start()
+    CPU.device.ops.pack_rows(weight, 0, rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rows.nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("float32", 32), ("bfloat16", 16), ("float16", 16), ("int8", 9), ("int4", 6)]
+)
+@each_implementation
+def test_bytes_of_a_weight(impl: Implementation, kind: str, bits: int) -> None:
+    """A weight takes the bits of its kind, the scales of the groups among them; the reference has a byte for each code."""
+    if impl is REFERENCE and kind == "int4":
+        bits = 10
+    weight = impl.device.ops.empty_weight((64, 96), kind, impl.device.xp)
+    assert weight.nbytes == 64 * 96 * bits // 8
+
+
+@cases(WEIGHT_KINDS, WEIGHT_KINDS)
+def test_embed(impl: Implementation, case: str) -> None:
+    """The rows of the token ids, in any order and repeated, bit for bit."""
+    rows, ids = normal(1, 40, 33), np.array([39, 0, 17, 17], np.int32)
+    weight = impl.weight(rows, case)
+    expected = impl.device.ops.unpack_rows(weight, 0, 40)[ids]
+    assert_same_bits(impl.result("embed", (4, 33), weight, ids), expected)
+
+
+@cases(
+    list(itertools.product(WEIGHT_KINDS, [(13, 576, 100), (20, 33, 50)])),
+    [("float32", (7, 40, 33)), ("int4", (7, 40, 33))],
+)
+def test_a_token_does_not_depend_on_the_batch(impl: Implementation, case: tuple[str, tuple[int, int, int]]) -> None:
+    """A token's outputs have the same bits alone and in any batch, shared among threads or not."""
+    kind, (tokens, outputs, inputs) = case
+    x, bias = normal(1, tokens, inputs), normal(2, outputs)
+    weight = impl.weight(normal(3, outputs, inputs), kind)
+    together = impl.result("linear", (tokens, outputs), x, weight, bias)
+    for count in (1, 2, 5):
+        for t in range(0, tokens - count, count):
+            alone = impl.result("linear", (count, outputs), x[t : t + count], weight, bias)
+            assert_same_bits(alone, together[t : t + count])
+
+
+@pytest.mark.parametrize("impl", [REFERENCE, CPU], ids=repr)
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(WEIGHT_KINDS),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 150),
+    splits=st.lists(st.integers(1, 14), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_batches_are_any_split_of_the_tokens(
+    impl: Implementation, kind: str, outputs: int, inputs: int, splits: list[int], seed: int
+) -> None:
+    """However tokens are split into batches, their outputs have the same bits."""
+    x = normal(seed, sum(splits), inputs)
+    weight = impl.weight(normal(seed + 1, outputs, inputs), kind)
+    together = impl.result("linear", (len(x), outputs), x, weight, None)
+    ends = np.cumsum(splits)
+    parts = [
+        impl.result("linear", (count, outputs), x[end - count : end], weight, None)
+        for count, end in zip(splits, ends, strict=True)
+    ]
+    assert_same_bits(np.concatenate(parts), together)
+
+
+@cases(WEIGHT_KINDS, ["float32"])
+def test_nan_and_infinity_pass_through(impl: Implementation, case: str) -> None:
+    """A NaN or an infinity of one token comes out of that token, and of no other."""
+    x = normal(1, 8, 40)
+    x[2, 39], x[5, 0] = np.nan, np.inf
+    result = impl.result("linear", (8, 20), x, impl.weight(np.ones((20, 40), np.float32), case), None)
+    assert np.isnan(result[2]).all() and np.isposinf(result[5]).all()
+    assert np.isfinite(np.delete(result, [2, 5], axis=0)).all()
+
+
+@each_implementation
+def test_long_sums_stay_accurate(impl: Implementation) -> None:
+    """Sums over many inputs are as good as float32 allows (MP-49)."""
+    inputs = 512 if impl.simulated else 11008
+    x, rows = normal(1, 2, inputs) * 300, normal(2, 4, inputs)
+    result = impl.result("linear", (2, 4), x, impl.weight(rows, "float32"), None)
+    assert_close(result, x.astype(np.float64) @ rows.T, 1e-5)

@@ -95,7 +95,7 @@ class EngineConfig:
         self._set("swap_space", 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space, "swap_space"))
         if self.preemption_mode != "recompute" and not self.swap_space:
             raise InvalidArgumentError(
-                f"preemption_mode={self.preemption_mode!r} needs room to swap to; give swap_space, such as \"1GiB\""
+                f'preemption_mode={self.preemption_mode!r} needs room to swap to; give swap_space, such as "1GiB"'
             )
 
     def _set(self, name: str, value: int) -> None:

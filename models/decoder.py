@@ -51,9 +51,7 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.window = window
 
-    def __call__(
-        self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: Pages
-    ) -> None:
+    def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: Pages) -> None:
         q, k, v, attended = buffers.q, buffers.k, buffers.v, buffers.attended
         ops.linear(buffers.qkv, x, self.qkv, self.qkv_bias)
         ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages[:2], batch.slots[pages.group])

@@ -28,7 +28,8 @@ class OutOfBlocks(RuntimeError):
 class HasBlocks(Protocol):
     """Anything that holds one reference to each of ``blocks`` that is not negative: a block table."""
 
-    blocks: list[int]
+    @property
+    def blocks(self) -> list[int]: ...
 
 
 class BlockAllocator:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from .block_allocator import BlockAllocator, OutOfBlocks
 from .prefix import Prefix
 
-
 RELEASED = -1  #: the entry of a block that a sliding window has left behind
 
 

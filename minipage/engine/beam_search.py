@@ -106,7 +106,12 @@ class BeamRequest(Tracked):
         """The best 2W continuations of all beams: those that end become hypotheses if among the first W, others beams."""
         width = self._params.beam_width
         pool = [
-            (-(beam.logprob + logprob), order, token_id, SampledToken(token_id, logprob, rank, ((token_id, logprob, rank),)))
+            (
+                -(beam.logprob + logprob),
+                order,
+                token_id,
+                SampledToken(token_id, logprob, rank, ((token_id, logprob, rank),)),
+            )
             for order, beam in enumerate(self._beams)
             for token_id, logprob, rank in beam.candidates or ()
         ]
@@ -177,7 +182,7 @@ class BeamRequest(Tracked):
         del self._finished[self._params.beam_width :]
 
     def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self._params.length_penalty
+        return float(logprob / length**self._params.length_penalty)
 
     def _completion(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:
         token_ids = [token.token_id for token in hypothesis.steps]

@@ -10,7 +10,8 @@ from ..cache import BlockManager, Group
 from ..config import EngineConfig
 from ..device import Device, open_device
 from ..device.kv_cache import KVCache, KVShape, plan_num_blocks
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ModelLoadError
+from ..kernels.ops import MAX_HEAD_DIM
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.fields import read_token_ids
@@ -68,6 +69,10 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     model_config = checkpoint.model_config()
     if config.sliding_window is not None:
         model_config = replace(model_config, windows=(config.sliding_window,) * model_config.num_layers)
+    if model_config.head_dim > MAX_HEAD_DIM:
+        raise ModelLoadError(
+            f"{checkpoint.config_file}: head_dim={model_config.head_dim}; allowed: up to {MAX_HEAD_DIM}"
+        )
     tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
@@ -162,9 +167,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return Tokenizer.from_folder(checkpoint.path) if checkpoint.has_tokenizer else None
 
 
-def kv_shape(model_config: ModelConfig, block_size: int, dtype: str, num_layers: int) -> KVShape:
-    """What a block takes for a group of ``num_layers`` of this model's layers."""
-    return KVShape(num_layers, model_config.num_kv_heads, model_config.head_dim, block_size, dtype)
+def kv_shape(model_config: ModelConfig, block_size: int, dtype: str, num_layers: int | None = None) -> KVShape:
+    """What a block takes for a group of ``num_layers`` of this model's layers (None: for all of them)."""
+    return KVShape(
+        num_layers or model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, block_size, dtype
+    )
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -18,9 +18,7 @@ class SequenceOutput:
     that ended it (EOS, a stop token, the tokens of a stop string); ``text`` holds what is visible.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, request: Request, params: SamplingParams, index: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, params: SamplingParams, index: int) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._index = index

@@ -50,7 +50,7 @@ class Tracked(ABC):
         """Positions of the prompt whose logits are wanted, of those that a scheduled item has just computed."""
         return range(0)
 
-    def score_prompt(self, position: int, logits: np.ndarray) -> None:
+    def score_prompt(self, position: int, logits: np.ndarray) -> None:  # noqa: B027  (not all ask for it)
         """Logits [n, V] float32 of the prompt's tokens from ``position`` on, as :meth:`prompt_rows` asked for."""
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

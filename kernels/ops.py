@@ -22,6 +22,7 @@ Array = Any  #: numpy.ndarray or cupy.ndarray
 
 WEIGHT_KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
 GROUP_SIZE = 32  #: inputs that share one scale in the int8 and int4 kinds
+MAX_HEAD_DIM = 256  #: the largest head size that all implementations take
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 

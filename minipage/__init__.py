@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from .errors import InvalidArgumentError, ModelLoadError, OutOfMemoryError
     from .llm import LLM
     from .outputs import CompletionOutput, Logprob, RequestOutput
-    from .sampling_params import SamplingParams
+    from .sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": ".llm",
     "SamplingParams": ".sampling_params",
+    "BeamSearchParams": ".sampling_params",
     "CompletionOutput": ".outputs",
     "Logprob": ".outputs",
     "RequestOutput": ".outputs",
@@ -34,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "InvalidArgumentError",
     "Logprob",

@@ -12,7 +12,7 @@ from .errors import InvalidArgumentError
 DEVICES = ("auto", "cpu", "cuda", "cuda-sim", "reference")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (None, "int8", "int4")
-PREEMPTION_MODES = ("recompute",)
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -64,6 +64,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     preemption_mode: str = "recompute"
+    swap_space: int | str = 0
+    sliding_window: int | None = None
     num_threads: int | None = None
     seed: int = 0
 
@@ -77,7 +79,7 @@ class EngineConfig:
         limits = {"block_size": (1, 1 << 16), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20)}
         for name, (low, high) in limits.items():
             self._set(name, _integer(name, getattr(self, name), low, high))
-        for name in ("num_blocks", "max_model_len"):
+        for name in ("num_blocks", "max_model_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 1, (1 << 31) - 1))
         if self.num_threads is not None:
@@ -89,6 +91,12 @@ class EngineConfig:
                     "num_blocks and kv_cache_memory both say how large the KV cache is; give one of them"
                 )
             self._set("kv_cache_memory", parse_bytes(self.kv_cache_memory, "kv_cache_memory"))
+
+        self._set("swap_space", 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space, "swap_space"))
+        if self.preemption_mode != "recompute" and not self.swap_space:
+            raise InvalidArgumentError(
+                f'preemption_mode={self.preemption_mode!r} needs room to swap to; give swap_space, such as "1GiB"'
+            )
 
     def _set(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)

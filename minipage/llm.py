@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from .config import EngineConfig
+from .engine.engine import Params
 from .engine.loading import load_engine
 from .engine.prompt import Prompt
 from .engine.request import Request
 from .engine.stats import Stats
 from .errors import InvalidArgumentError
 from .outputs import RequestOutput
-from .sampling_params import SamplingParams
+from .sampling_params import BeamSearchParams, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -34,7 +35,10 @@ class LLM:
         max_num_seqs: the most sequences that run at once.
         max_num_batched_tokens: the most tokens that a step computes; longer prompts are computed in chunks.
         enable_prefix_caching: keep the blocks of what was computed and find them again for prompts that begin alike.
-        preemption_mode: what happens to a request that gives its blocks up: "recompute".
+        preemption_mode: what happens to a request that gives its blocks up: "recompute", "swap" (its blocks go to host memory
+            and come back) or "auto", the cheaper by measurement.
+        swap_space: host memory to swap to, in bytes or as "1GiB"; where it is short, requests are recomputed.
+        sliding_window: let every layer see the last so many tokens only, whatever the model's config says.
         num_threads: CPU threads; None is the number of physical cores.
         seed: seeds the requests that have no seed of their own.
 
@@ -58,6 +62,8 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         preemption_mode: str = "recompute",
+        swap_space: int | str = 0,
+        sliding_window: int | None = None,
         num_threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -74,6 +80,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             preemption_mode=preemption_mode,
+            swap_space=swap_space,
+            sliding_window=sliding_window,
             num_threads=num_threads,
             seed=seed,
         )
@@ -95,6 +103,16 @@ class LLM:
         many = _prompt_list(prompts)
         params = _params_list(sampling_params, len(many))
         requests = [self._prepare(prompt, each) for prompt, each in zip(many, params, strict=True)]
+        return self._run(requests, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search the most likely completions of one prompt or many; ``outputs`` of each are the best ``n``, the best first.
+
+        ``outputs[j].score`` is the sum of logprobs over length ** length_penalty; an end-of-sequence token counts.
+        """
+        requests = [self._prepare(prompt, params or BeamSearchParams()) for prompt in _prompt_list(prompts)]
         return self._run(requests, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -148,8 +166,8 @@ class LLM:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
-    def _prepare(self, prompt: Prompt, params: SamplingParams, text: str | None = None) -> Request:
-        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, text)
+    def _prepare(self, prompt: Prompt, params: Params, text: str | None = None) -> Request:
+        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, prompt_text=text)
 
     def _prepare_chat(self, messages: Messages, params: SamplingParams, options: Mapping[str, Any]) -> Request:
         from .text.chat import encode_chat, render_chat

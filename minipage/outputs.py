@@ -29,6 +29,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None  #: one dict a token of the output, the chosen token always in it
     finish_reason: FinishReason | None = None  #: None while it goes on
     stop_reason: int | str | None = None  #: the stop id or stop string that ended it; None for the model's own end
+    score: float | None = None  #: of a hypothesis of beam search; None for what was sampled
     delta_text: str = ""  #: what this output adds to the text of the one before it
 
     def __repr__(self) -> str:

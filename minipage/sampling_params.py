@@ -94,6 +94,38 @@ class SamplingParams:
                 _integer(f"an id of {name}", token_id, 0, vocab_size - 1)
 
 
+@dataclass
+class BeamSearchParams:
+    """How one request is searched by beams; checked as :class:`SamplingParams` is.
+
+    The score of a hypothesis is the sum of its tokens' logprobs over (number of tokens ** length_penalty): generated tokens
+    alone, an end-of-sequence token among them.
+    """
+
+    beam_width: int = 4  #: hypotheses that are followed at once, 1 to 128
+    max_tokens: int = 16  #: tokens of output
+    length_penalty: float = 1.0  #: above 0 long hypotheses gain, below 0 short ones; -10 to 10
+    #: True: end with beam_width finished hypotheses; False: end too where no beam looks able to beat the worst of them;
+    #: "never": end only where no beam can, at whatever length
+    early_stopping: bool | str = False
+    ignore_eos: bool = False  #: go on after the model's own end-of-sequence ids
+    n: int | None = None  #: best hypotheses to return; None: beam_width of them
+
+    def __post_init__(self) -> None:
+        """Check and normalise every field."""
+        self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_N)
+        self.max_tokens = _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        self.length_penalty = _number("length_penalty", self.length_penalty, lambda x: -10 <= x <= 10, "-10 to 10")
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(is_known, "early_stopping", self.early_stopping, 'True, False or "never"')
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        self.n = _integer("n", self.beam_width if self.n is None else self.n, 1, self.beam_width)
+
+    def clone(self) -> BeamSearchParams:
+        """A copy, checked again."""
+        return dataclasses.replace(self)
+
+
 def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
     if not holds:
         raise InvalidArgumentError(f"{name} is {_show(value)}; allowed: {allowed}")

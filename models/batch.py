@@ -12,7 +12,7 @@ class Batch(NamedTuple):
 
     token_ids: Array  #: [T] int32
     positions: Array  #: [T] int32, position in the sequence, from 0
-    slots: Array  #: [T] int64, block * block_size + offset
     query_start: Array  #: [S+1] int32
     context_lens: Array  #: [S] int32, tokens in the cache once this step's are written
-    block_tables: Array  #: [S, max_blocks] int32
+    slots: tuple[Array, ...]  #: for each group of layers [T] int64, block * block_size + offset
+    block_tables: tuple[Array, ...]  #: for each group of layers [S, max_blocks] int32

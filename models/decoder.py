@@ -6,7 +6,7 @@ Letters in shapes: T tokens, H hidden size, NH query heads, KVH key/value heads,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,10 +26,20 @@ class Device(Protocol):
     def empty(self, shape: Any, dtype: Any) -> Array: ...
 
 
+class Pages(NamedTuple):
+    """The KV pages of one layer: K, V, and the group whose slots and block tables say where its tokens are."""
+
+    key: Array
+    value: Array
+    group: int
+
+
 class KVPages(Protocol):
     """What a model needs of the KV cache."""
 
-    def layer(self, index: int) -> tuple[Array, Array]: ...
+    def layer(self, index: int) -> tuple[Array, Array, int]:
+        """K and V pages of a layer, and its group."""
+        ...
 
 
 class Attention:
@@ -41,14 +51,12 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.window = window
 
-    def __call__(
-        self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]
-    ) -> None:
+    def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: Pages) -> None:
         q, k, v, attended = buffers.q, buffers.k, buffers.v, buffers.attended
         ops.linear(buffers.qkv, x, self.qkv, self.qkv_bias)
-        ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages, batch.slots)
-        lengths = (batch.block_tables, batch.context_lens, batch.query_start)
-        ops.paged_attention(attended, q, *pages, *lengths, self.scale, self.window, 0.0)
+        ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages[:2], batch.slots[pages.group])
+        lengths = (batch.block_tables[pages.group], batch.context_lens, batch.query_start)
+        ops.paged_attention(attended, q, *pages[:2], *lengths, self.scale, self.window, 0.0)
         ops.linear(out, buffers.attended_rows, self.output, self.output_bias)
 
 
@@ -76,7 +84,7 @@ class Layer:
         self.attention = Attention(config, params, prefix, config.windows[index])
         self.mlp = GatedMLP(config, params, prefix)
 
-    def __call__(self, ops: Any, buffers: Buffers, batch: Batch, pages: tuple[Array, Array]) -> None:
+    def __call__(self, ops: Any, buffers: Buffers, batch: Batch, pages: Pages) -> None:
         h, x = buffers.hidden, buffers.normed
         ops.rms_norm(x, h, self.input_norm, self.eps)
         self.attention(ops, x, x, buffers, batch, pages)
@@ -172,7 +180,7 @@ class Decoder:
         ops, buffers = self._ops, self._buffers.rows(len(batch.token_ids))
         ops.embed(buffers.hidden, self._embed, batch.token_ids)
         for index, layer in enumerate(self._layers):
-            layer(ops, buffers, batch, kv.layer(index))
+            layer(ops, buffers, batch, Pages(*kv.layer(index)))
 
     def logits(self, rows: Array) -> Array:
         """Logits [n, V] float32 of the tokens ``rows`` [n] int32 of the last batch, n <= max_logit_rows.

@@ -26,9 +26,10 @@ class OutOfBlocks(RuntimeError):
 
 
 class HasBlocks(Protocol):
-    """Anything that holds one reference to each of ``blocks``: a block table."""
+    """Anything that holds one reference to each of ``blocks`` that is not negative: a block table."""
 
-    blocks: list[int]
+    @property
+    def blocks(self) -> list[int]: ...
 
 
 class BlockAllocator:
@@ -137,7 +138,7 @@ class BlockAllocator:
 
         Raises AssertionError that names the block where counts, tables, lists and cached marks disagree.
         """
-        held = Counter(block for table in tables for block in table.blocks)
+        held = Counter(block for table in tables for block in table.blocks if block >= 0)
         held.update(pins)
         listed = Counter([*self._free, *self._evictable])
         for block in sorted({*range(self.num_blocks), *held, *listed, *self._cached}):

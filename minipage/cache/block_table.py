@@ -15,6 +15,8 @@ from typing import NamedTuple
 from .block_allocator import BlockAllocator, OutOfBlocks
 from .prefix import Prefix
 
+RELEASED = -1  #: the entry of a block that a sliding window has left behind
+
 
 class BlockCopy(NamedTuple):
     """Block ``dst`` is to become a copy of block ``src``.
@@ -52,7 +54,8 @@ def copy_launches(copies: Iterable[BlockCopy]) -> Iterator[list[BlockCopy]]:
 class BlockTable:
     """The blocks of one sequence. ``blocks`` and ``num_tokens`` are to be read; the methods change them."""
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+    def __init__(self, allocator: BlockAllocator, block_size: int, window: int = 0, sinks: int = 0) -> None:
+        """With a ``window`` W a token sees itself and the W-1 before it, and the first ``sinks`` tokens (0: all of them)."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.blocks: list[int] = []
@@ -60,10 +63,13 @@ class BlockTable:
         self.prefix: Prefix | None = None  #: the leading blocks that the prefix cache has seen; kept by the cache
         self._allocator = allocator
         self._block_size = block_size
+        self._window = window
+        self._sinks = sinks
+        self._num_rolled = 0  # leading blocks that roll() has looked at
 
     def blocks_needed(self, num_tokens: int) -> int:
         """How many blocks ``append(num_tokens)`` takes from the pool, the copy of a shared last block included."""
-        return self._num_blocks(self.num_tokens + num_tokens) - len(self.blocks) + self._must_copy(num_tokens)
+        return self._num_blocks(self.num_tokens + num_tokens) - len(self.blocks) + self.must_copy(num_tokens)
 
     def append(self, num_tokens: int) -> list[BlockCopy]:
         """Claim slots for ``num_tokens`` more tokens, and return the copies to be made before they are written.
@@ -80,7 +86,7 @@ class BlockTable:
         if needed > free:
             raise OutOfBlocks(f"{needed} blocks are needed and {free} are free")
         copies = []
-        if self._must_copy(num_tokens):
+        if self.must_copy(num_tokens):
             copy = BlockCopy(src=self.blocks[-1], dst=self._allocator.allocate())
             self._allocator.free(copy.src)
             self.blocks[-1] = copy.dst
@@ -97,14 +103,30 @@ class BlockTable:
         self.blocks = list(blocks)
         self.num_tokens = len(self.blocks) * self._block_size
 
+    def roll(self) -> None:
+        """Release the blocks that no token to come can see (the rolling KV cache): their entries become RELEASED.
+
+        At most ceil(window / block_size) + 1 blocks are held afterwards, besides those of the sinks.
+        """
+        if not self._window:
+            return
+        first_seen = max(0, self.num_tokens - self._window + 1) // self._block_size
+        for index in range(self._num_rolled, first_seen):
+            if index * self._block_size >= self._sinks and self.blocks[index] != RELEASED:
+                self._allocator.free(self.blocks[index])
+                self.blocks[index] = RELEASED
+        self._num_rolled = max(self._num_rolled, first_seen)
+
     def fork(self, num_tokens: int | None = None) -> BlockTable:
         """A table that shares the blocks of the first ``num_tokens`` tokens (None: all). It takes no block of the pool.
 
         The K and V of all slots that this table has claimed must be computed: a shared block is not written any more.
         """
         num_tokens = self._at_most_held(self.num_tokens if num_tokens is None else num_tokens)
-        child = BlockTable(self._allocator, self._block_size)
-        child.blocks = [self._allocator.fork(block) for block in self.blocks[: self._num_blocks(num_tokens)]]
+        child = BlockTable(self._allocator, self._block_size, self._window, self._sinks)
+        blocks = self.blocks[: self._num_blocks(num_tokens)]
+        child.blocks = [block if block == RELEASED else self._allocator.fork(block) for block in blocks]
+        child._num_rolled = min(self._num_rolled, len(blocks))
         child.num_tokens = num_tokens
         child.prefix = self._prefix_within(num_tokens)
         return child
@@ -114,14 +136,18 @@ class BlockTable:
         self.num_tokens = self._at_most_held(num_tokens)
         self.prefix = self._prefix_within(num_tokens)
         while len(self.blocks) > self._num_blocks(num_tokens):
-            self._allocator.free(self.blocks.pop())
+            block = self.blocks.pop()
+            if block != RELEASED:
+                self._allocator.free(block)
+        self._num_rolled = min(self._num_rolled, len(self.blocks))
 
     def free(self) -> None:
         """Give all blocks back, the last one first: so chains of cached blocks are evicted from their ends."""
         self.truncate(0)
         self.prefix = None
 
-    def _must_copy(self, num_tokens: int) -> bool:
+    def must_copy(self, num_tokens: int) -> bool:
+        """Whether ``append(num_tokens)`` begins inside a block that others can see."""
         inside_a_block = num_tokens > 0 and self.num_tokens % self._block_size > 0
         return inside_a_block and not self._allocator.is_writable(self.blocks[-1])
 

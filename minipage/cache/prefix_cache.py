@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from .block_allocator import BlockAllocator
-from .block_table import BlockTable
+from .block_table import RELEASED, BlockTable
 from .prefix import Prefix
 
 
@@ -42,20 +42,26 @@ class PrefixCache:
         self._prefixes: dict[int, Prefix] = {}  # published block -> what it holds
         allocator.on_evict = self._forget
 
-    def match(self, token_ids: Sequence[int], max_tokens: int, salt: str | None = None) -> list[int]:
+    def match(
+        self, token_ids: Sequence[int], max_tokens: int, salt: str | None = None, *, gaps: bool = False
+    ) -> list[int]:
         """The blocks of the longest published prefix of ``token_ids`` that has at most ``max_tokens`` tokens.
 
-        It takes no references: fork the blocks, for a table to adopt, before anything else is allocated.
+        With ``gaps`` it goes on behind a block that is not there, and has -1 in its place: layers with a window do not need
+        all of them. It takes no references: fork the blocks, for a table to adopt, before anything else is allocated.
         """
         blocks = []
         prefix = self._root(salt)
         for _ in range(min(max_tokens, len(token_ids)) // self._block_size):
             prefix = self._extend(prefix, token_ids)
             block = self._blocks.get(prefix.key)
-            if block is None or not self._prefixes[block].equals(prefix):
+            if block is not None and self._prefixes[block].equals(prefix):
+                prefix = self._prefixes[block]
+                blocks.append(block)
+            elif gaps:
+                blocks.append(RELEASED)
+            else:
                 break
-            prefix = self._prefixes[block]
-            blocks.append(block)
         return blocks
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int, salt: str | None = None) -> None:
@@ -71,7 +77,9 @@ class PrefixCache:
             )
         prefix = table.prefix or self._root(salt)
         while (prefix.num_blocks + 1) * self._block_size <= num_computed:
-            prefix = self._publish(table.blocks[prefix.num_blocks], self._extend(prefix, token_ids))
+            block, prefix = table.blocks[prefix.num_blocks], self._extend(prefix, token_ids)
+            if block != RELEASED:
+                prefix = self._publish(block, prefix)
         table.prefix = prefix
 
     def check_integrity(self) -> None:

@@ -34,6 +34,10 @@ class Device(ABC):
         """An uninitialised device array."""
         return self.xp.empty(tuple(shape), dtype=dtype)
 
+    def empty_host(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An uninitialised array in host memory that the device's ops can read and write."""
+        return self.empty(shape, dtype)
+
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""

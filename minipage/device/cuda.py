@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,6 +39,14 @@ class CudaDevice(Device):
 
     def host(self, array: Array) -> np.ndarray:
         return np.asarray(self.xp.asnumpy(array))
+
+    def empty_host(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Pinned host memory as an array that kernels reach over the bus."""
+        cuda = self.xp.cuda
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        pinned = cuda.alloc_pinned_memory(size)
+        memory = cuda.UnownedMemory(pinned.ptr, size, pinned)
+        return self.xp.ndarray(tuple(shape), dtype, cuda.MemoryPointer(memory, 0))
 
     def free_memory(self) -> int:
         """Bytes free on the GPU, those that CuPy's pool holds and does not use among them."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,33 +36,71 @@ class KVShape:
 
 
 class KVCache:
-    """K and V pages of all layers: ``key`` and ``value`` [L, num_blocks, ...] in the layout of the device's ops.
+    """K and V pages: ``key`` and ``value`` [layers, num_blocks, ...] in the layout of the device's ops.
 
-    A physical block is the same index in every layer. The storage is uninitialised: unused slots may hold anything.
+    A physical block is the same index in every layer of its group. Groups of layers share the pages: layer j of each group is
+    at index j, and a block belongs to one group at a time. The storage is uninitialised: unused slots may hold anything.
     """
 
-    def __init__(self, device: Device, shape: KVShape, num_blocks: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        shape: KVShape,
+        num_blocks: int,
+        *,
+        layer_groups: Sequence[int] | None = None,
+        num_host_blocks: int = 0,
+    ) -> None:
+        """``layer_groups`` names the group of each layer of the model (None: all are of one); ``shape.num_layers`` is what the
+        largest group has. ``num_host_blocks`` more are kept in host memory, to swap to.
+        """
+        groups = list(layer_groups or [0] * shape.num_layers)
         self.shape = shape
         self.num_blocks = num_blocks
+        self.num_groups = max(groups) + 1
         self._device = device
+        self._places = [(group, groups[:index].count(group)) for index, group in enumerate(groups)]
+        self.key, self.value = self._pages(num_blocks, device.empty)
+        self.host_key, self.host_value = self._pages(num_host_blocks, device.empty_host)
+
+    def _pages(self, num_blocks: int, empty: Callable[[Sequence[int], Any], Array]) -> tuple[Array, Array]:
+        shape, ops = self.shape, self._device.ops
         plain = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        dtype = STORAGE[shape.dtype]
-        self.key = device.empty([shape.num_layers, *(plain[axis] for axis in device.ops.KEY_AXES)], dtype)
-        self.value = device.empty([shape.num_layers, *(plain[axis] for axis in device.ops.VALUE_AXES)], dtype)
+        key, value = ([shape.num_layers, *(plain[a] for a in axes)] for axes in (ops.KEY_AXES, ops.VALUE_AXES))
+        return empty(key, STORAGE[shape.dtype]), empty(value, STORAGE[shape.dtype])
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pages take."""
+        """Bytes that the pages take on the device."""
         return int(self.key.nbytes + self.value.nbytes)
 
-    def layer(self, index: int) -> tuple[Array, Array]:
-        """The key and value pages of one layer, views [num_blocks, ...]."""
-        return self.key[index], self.value[index]
+    def layer(self, index: int) -> tuple[Array, Array, int]:
+        """The key and value pages of a layer of the model, views [num_blocks, ...], and its group."""
+        group, place = self._places[index]
+        return self.key[place], self.value[place], group
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) in all layers, in one launch; sources and destinations do not overlap."""
-        pairs = self._device.array(np.array(copies, dtype=np.int64).reshape(-1, 2).T.copy())
-        self._device.ops.copy_blocks(self.key, self.value, pairs[0], pairs[1])
+        src, dst = self._columns(copies)
+        self._device.ops.copy_blocks(self.key, self.value, src, dst)
+
+    def swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination) to the host pool in all layers; one launch for K and one for V."""
+        if swaps:
+            src, dst = self._columns(swaps)
+            self._device.ops.swap_blocks(self.key, self.host_key, src, dst)
+            self._device.ops.swap_blocks(self.value, self.host_value, src, dst)
+
+    def swap_in(self, swaps: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, destination) from the host pool in all layers; one launch for K and one for V."""
+        if swaps:
+            src, dst = self._columns(swaps)
+            self._device.ops.swap_blocks(self.host_key, self.key, src, dst)
+            self._device.ops.swap_blocks(self.host_value, self.value, src, dst)
+
+    def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        columns = self._device.array(np.array(pairs, dtype=np.int64).T.copy())
+        return columns[0], columns[1]
 
 
 def plan_num_blocks(
@@ -71,7 +110,7 @@ def plan_num_blocks(
     weight_bytes: int,
     budget: int | None,
     num_blocks: int | None,
-    most_tokens: int,
+    most_blocks: int,
 ) -> tuple[int, str]:
     """How many blocks to hold, and a sentence that says why.
 
@@ -81,15 +120,14 @@ def plan_num_blocks(
         weight_bytes: bytes of the weights, for the sentence.
         budget: bytes to give to the cache; None takes half of what is free, and no more than can be used.
         num_blocks: a fixed number of blocks, which overrides the budget.
-        most_tokens: tokens that could ever be held at once (max_num_seqs sequences of max_model_len).
+        most_blocks: blocks that could ever be held at once (by max_num_seqs sequences of max_model_len).
 
     Raises:
         OutOfMemoryError: the pages do not fit what is free, or the budget is less than one block.
     """
     if num_blocks is None:
-        usable = -(-most_tokens // shape.block_size)
         num_blocks = (
-            min(free_memory // 2 // shape.bytes_per_block, usable)
+            min(free_memory // 2 // shape.bytes_per_block, most_blocks)
             if budget is None
             else budget // shape.bytes_per_block
         )

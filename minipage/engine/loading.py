@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ..cache import BlockAllocator, PrefixCache
+from ..cache import BlockManager, Group
 from ..config import EngineConfig
 from ..device import Device, open_device
 from ..device.kv_cache import KVCache, KVShape, plan_num_blocks
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ModelLoadError
+from ..kernels.ops import MAX_HEAD_DIM
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.fields import read_token_ids
@@ -19,9 +21,12 @@ from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.hub import resolve_model
 from ..weights.loader import load_parameters
 from .engine import Engine
+from .preemption import PreemptionCost
 from .prompt import PromptReader
 from .runner import Runner
 from .scheduler import Scheduler
+
+_MOST_POSITIONS = 1 << 24  #: that rotary tables are made for, whatever a config claims
 
 logger = logging.getLogger("minipage")
 
@@ -62,6 +67,12 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple[Engine, ModelInfo]:
     model_config = checkpoint.model_config()
+    if config.sliding_window is not None:
+        model_config = replace(model_config, windows=(config.sliding_window,) * model_config.num_layers)
+    if model_config.head_dim > MAX_HEAD_DIM:
+        raise ModelLoadError(
+            f"{checkpoint.config_file}: head_dim={model_config.head_dim}; allowed: up to {MAX_HEAD_DIM}"
+        )
     tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
@@ -77,19 +88,23 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         num_positions=max_model_len,
     )
-    shape = kv_shape(
-        model_config, config.block_size, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    )
+    groups, layer_groups = group_layers(model_config.windows)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    shape = kv_shape(model_config, config.block_size, kv_dtype, layer_groups.count(0))
     num_blocks, message = plan_num_blocks(
         shape,
         free_memory=device.free_memory(),
         weight_bytes=weight_bytes,
         budget=config.kv_cache_memory if isinstance(config.kv_cache_memory, int) else None,
         num_blocks=config.num_blocks,
-        most_tokens=config.max_num_seqs * max_model_len,
+        most_blocks=config.max_num_seqs * len(groups) * -(-max_model_len // config.block_size),
     )
     logger.info("KV cache: %s", message)
-    kv = KVCache(device, shape, num_blocks)
+    num_host_blocks = int(config.swap_space) // shape.bytes_per_block
+    kv = KVCache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
+    blocks = BlockManager(
+        num_blocks, config.block_size, groups, caching=config.enable_prefix_caching, num_host_blocks=num_host_blocks
+    )
     info = ModelInfo(
         path=checkpoint.path,
         config=model_config,
@@ -101,43 +116,48 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         buffer_bytes=decoder.buffer_bytes,
         memory_message=message,
     )
-    runner = Runner(device, decoder, kv)
-    return _assemble(checkpoint, config, info, runner, tokenizer, device), info
-
-
-def _assemble(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    info: ModelInfo,
-    runner: Runner,
-    tokenizer: Tokenizer | None,
-    device: Device,
-) -> Engine:
-    allocator = BlockAllocator(runner.kv.num_blocks)
+    cost = PreemptionCost(config.preemption_mode, shape.bytes_per_block)
     scheduler = Scheduler(
-        allocator,
-        config.block_size,
+        blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefix_cache=PrefixCache(allocator, config.block_size) if config.enable_prefix_caching else None,
+        prefers_swap=cost.prefers_swap,
     )
     prompts = PromptReader(
         tokenizer,
-        vocab_size=info.config.vocab_size,
-        max_model_len=info.max_model_len,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        longest_total=scheduler.longest_total,
+        longest_total=blocks.longest_total,
     )
-    return Engine(
-        runner,
+    engine = Engine(
+        Runner(device, decoder, kv, cost),
         scheduler,
-        allocator,
         prompts,
         tokenizer,
-        eos_token_ids=eos_token_ids(checkpoint, info.config, tokenizer),
+        eos_token_ids=eos_token_ids(checkpoint, model_config, tokenizer),
         seed=config.seed,
         on_close=device.close,
     )
+    return engine, info
+
+
+def group_layers(windows: Sequence[int]) -> tuple[list[Group], list[int]]:
+    """Groups of layers that see alike, all of the size of the smallest kind, and the group of each layer.
+
+    The last group of a kind may have fewer layers; its blocks are as large as the others' all the same.
+    """
+    size = min(windows.count(window) for window in windows)
+    groups: list[Group] = []
+    layer_groups: list[int] = []
+    for index, window in enumerate(windows):
+        if windows[:index].count(window) % size == 0:
+            newest = len(groups)
+            groups.append(Group(window))
+        else:
+            newest = max(group for group, previous in zip(layer_groups, windows, strict=False) if previous == window)
+        layer_groups.append(newest)
+    return groups, layer_groups
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -147,9 +167,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return Tokenizer.from_folder(checkpoint.path) if checkpoint.has_tokenizer else None
 
 
-def kv_shape(model_config: ModelConfig, block_size: int, dtype: str) -> KVShape:
-    """What a block takes for this model."""
-    return KVShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, block_size, dtype)
+def kv_shape(model_config: ModelConfig, block_size: int, dtype: str, num_layers: int | None = None) -> KVShape:
+    """What a block takes for a group of ``num_layers`` of this model's layers (None: for all of them)."""
+    return KVShape(
+        num_layers or model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, block_size, dtype
+    )
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -160,7 +182,7 @@ def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: 
 
 
 def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
-    longest = model_config.max_position_embeddings
+    longest = min(model_config.max_position_embeddings, _MOST_POSITIONS)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise InvalidArgumentError(
             f"max_model_len={config.max_model_len} is not allowed; this model takes at most {longest}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..outputs import CompletionOutput, Logprob
+from ..sampling_params import SamplingParams
 from ..text.detokenizer import Detokenizer
 from ..text.stop import StopFilter
 from ..text.tokenizer import Tokenizer
@@ -17,8 +18,7 @@ class SequenceOutput:
     that ended it (EOS, a stop token, the tokens of a stop string); ``text`` holds what is visible.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, index: int) -> None:
-        params = request.params
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, params: SamplingParams, index: int) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._index = index

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError
-from ..sampling_params import SamplingParams
+from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.tokenizer import Tokenizer
 
 #: Text, token ids, or a mapping with "prompt" or "prompt_token_ids".
@@ -24,22 +24,35 @@ class PromptReader:
         vocab_size: int,
         max_model_len: int,
         max_num_seqs: int,
-        longest_total: Callable[[int, int], int],
+        longest_total: Callable[[int, int], int | None],
     ) -> None:
-        """``longest_total(num_prompt_tokens, n)`` says how long n sequences of a prompt can get in the pool (0: not at all)."""
+        """``longest_total(num_prompt_tokens, n)`` says how long n sequences of a prompt can get in the pool (0: not at all, None:
+        without end)."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._longest_total = longest_total
 
-    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+    def check_params(self, params: SamplingParams | BeamSearchParams) -> int:
+        """Check parameters against the model; returns how many sequences they take. Raises InvalidArgumentError."""
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise InvalidArgumentError(
+                f"sampling params must be SamplingParams or BeamSearchParams, not {type(params).__name__}"
+            )
+        if isinstance(params, BeamSearchParams):
+            name, width = "beam_width", params.beam_width
+        else:
+            name, width = "n", params.n
+            params.validate_for_vocab(self._vocab_size)
+            if params.stop and self._tokenizer is None:
+                raise InvalidArgumentError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+        if width > self._max_num_seqs:
+            raise InvalidArgumentError(f"{name}={width} is not allowed; max_num_seqs={self._max_num_seqs} is the most")
+        return width
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text (None where only ids were given) and its token ids. Raises InvalidArgumentError."""
-        params.validate_for_vocab(self._vocab_size)
-        if params.n > self._max_num_seqs:
-            raise InvalidArgumentError(f"n={params.n} is not allowed; max_num_seqs={self._max_num_seqs} is the most")
-        if params.stop and self._tokenizer is None:
-            raise InvalidArgumentError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         text, token_ids = self._split(prompt)
         if token_ids is None:
             token_ids = self._encode(text)
@@ -59,7 +72,7 @@ class PromptReader:
             raise InvalidArgumentError(
                 f"the prompt has {num_tokens} tokens, more than the whole KV cache holds; shorten it or give more num_blocks"
             )
-        return min(longest, self._max_model_len)
+        return self._max_model_len if longest is None else min(longest, self._max_model_len)
 
     def _split(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         if isinstance(prompt, str):
@@ -81,6 +94,11 @@ class PromptReader:
             raise InvalidArgumentError("this model has no tokenizer.json, so prompts must be token ids")
         if text is None:
             raise InvalidArgumentError("a prompt mapping needs 'prompt' or 'prompt_token_ids'")
+        most = self._max_model_len * self._tokenizer.longest_token
+        if len(text) > most:  # not worth the time of splitting it into tokens
+            raise InvalidArgumentError(
+                f"the prompt has {len(text)} characters; max_model_len={self._max_model_len} allows at most {most}"
+            )
         return self._tokenizer.encode(text)
 
     def _check_ids(self, ids: Iterable[Any]) -> list[int]:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..cache import BlockTable
+from ..cache import Tables
 from ..outputs import FinishReason
-from ..sampling_params import SamplingParams
+from ..sampling_params import BeamSearchParams, SamplingParams
 
 
 class Status(Enum):
     """Where a request is."""
 
-    WAITING = "waiting"  #: new, or preempted: holds no blocks
+    WAITING = "waiting"  #: new, or preempted and to be computed again: holds no blocks
+    SWAPPED = "swapped"  #: preempted: its blocks are in the host pool
     RUNNING = "running"
     FINISHED = "finished"
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation of a prompt: the unit that has a block table.
+    """One continuation of a prompt: the unit that has block tables.
 
     A step computes some of the tokens that are known but not computed; there is no prefill phase and no decode phase:
 
@@ -31,8 +32,8 @@ class Sequence:
     index: int
     token_ids: list[int]  #: prompt and output
     num_prompt_tokens: int
-    table: BlockTable
-    num_computed: int = 0  #: tokens whose K and V are in the table's blocks
+    tables: Tables
+    num_computed: int = 0  #: tokens whose K and V are in the tables' blocks
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -62,13 +63,15 @@ class Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     seed: int
     max_total_tokens: int  #: prompt and output together never pass this
+    cache_salt: str | None = None  #: requests with different salts share no cached blocks
+    width: int = 1  #: sequences that it can come to have
     sequences: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
-    num_cached_tokens: int = 0  #: prompt tokens found in the prefix cache at the first admission
-    was_admitted: bool = False
+    is_forked: bool = False  #: whether its first tokens are drawn and its sequences forked
+    num_cached_tokens: int | None = None  #: prompt tokens found in the prefix cache at the first admission
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,12 +81,12 @@ class Request:
     @property
     def num_seqs(self) -> int:
         """Sequences that it takes of max_num_seqs: those to be forked count before they exist."""
-        return len(self.unfinished) if self.is_forked else self.params.n
+        return len(self.unfinished) if self.is_forked else self.width
 
     @property
-    def is_forked(self) -> bool:
-        """Whether all n sequences exist."""
-        return len(self.sequences) == self.params.n
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the logits of every prompt token are wanted."""
+        return isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -1,17 +1,18 @@
-"""Iteration-level scheduling (Orca; PagedAttention, section 4.5): what each step computes, and who gives way when blocks run out.
+"""Iteration-level scheduling (Orca; PagedAttention, section 4.5): what each step computes, and who gives way without room.
 
-First come, first served. A request's computed tokens catch up with its known tokens within a budget a step, so prompts in chunks
-and decodes of others share steps. Where blocks run out, the latest arrival is preempted: it gives all its blocks back and is
-computed again from its tokens when there is room.
+First come, first served. A request's computed tokens catch up with its known tokens within a budget a step, so prompts in
+chunks and decodes of others share steps. Where blocks run out, the latest arrival is preempted: its blocks go to the host pool
+and come back later (swap), or it is computed again from its tokens (recompute).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..cache import BlockAllocator, BlockCopy, BlockTable, OutOfBlocks, PrefixCache
+from ..cache import BlockCopy, BlockManager, Swap
 from ..outputs import FinishReason
 from .request import Request, Sequence, Status
 
@@ -26,10 +27,12 @@ class Scheduled(NamedTuple):
 
 @dataclass
 class Step:
-    """What one step computes; ``copies`` are made before anything is written."""
+    """What one step does, in this order: swaps out, swaps in, copies, and then the computing of tokens."""
 
-    scheduled: list[Scheduled] = field(default_factory=list)
+    swaps_out: list[Swap] = field(default_factory=list)
+    swaps_in: list[Swap] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    scheduled: list[Scheduled] = field(default_factory=list)
     num_preempted: int = 0
 
     @property
@@ -38,71 +41,63 @@ class Step:
         return sum(item.num_tokens for item in self.scheduled)
 
 
+@dataclass
+class Counters:
+    """What has happened since the start."""
+
+    preemptions: int = 0
+    hit_tokens: int = 0
+    copies: int = 0
+    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0
+
+
 class Scheduler:
-    """Decides steps over a pool of blocks. It knows no arrays: it moves block ids and counts tokens."""
+    """Decides steps over the blocks of a manager. It knows no arrays: it moves block ids and counts tokens."""
 
     def __init__(
         self,
-        allocator: BlockAllocator,
-        block_size: int,
+        blocks: BlockManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        prefix_cache: PrefixCache | None = None,
+        prefers_swap: Callable[[Request], bool] = lambda request: False,
     ) -> None:
-        self._allocator = allocator
-        self._block_size = block_size
+        """``prefers_swap`` says whether a request to be preempted is better swapped than recomputed."""
+        self.blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefix_cache = prefix_cache
+        self._prefers_swap = prefers_swap
         self.waiting: deque[Request] = deque()  # by arrival: preempted ones return to the front
         self.running: list[Request] = []  # by arrival
-        self.num_preemptions = 0
-        self.num_hit_tokens = 0
-        self.num_copies = 0
+        self.counters = Counters()
 
-    # ---- requests come and go ------------------------------------------------------------------------------------------
-    def longest_total(self, num_prompt_tokens: int, n: int) -> int:
-        """The most tokens, prompt and output, that each of ``n`` sequences of a prompt can reach alone in the pool.
-
-        Whole blocks of the prompt are shared; the last token of a sequence needs no slot, since nothing follows it. 0 where not
-        even the prompt fits.
-        """
-        size, pool = self._block_size, self._allocator.num_blocks
-        shared = num_prompt_tokens // size
-        own = (pool - shared) // n
-        longest = (shared + own) * size + 1
-        if longest > num_prompt_tokens:
-            return longest
-        return num_prompt_tokens + 1 if -(-num_prompt_tokens // size) <= pool else 0
-
+    # ---- requests come and go ----------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
-        """Queue a request, which :meth:`longest_total` says can fit."""
-        table = BlockTable(self._allocator, self._block_size)
-        request.sequences = [Sequence(0, list(request.prompt_token_ids), request.num_prompt_tokens, table)]
+        """Queue a request, which ``blocks.longest_total`` says can fit."""
+        tables = self.blocks.new_tables()
+        request.sequences = [Sequence(0, list(request.prompt_token_ids), request.num_prompt_tokens, tables)]
         self.waiting.append(request)
 
-    def fork(self, request: Request) -> None:
-        """Give a request whose prompt is computed its n sequences; they share its blocks until they write."""
-        first = request.sequences[0]
-        for index in range(1, request.params.n):
-            sequence = Sequence(index, list(request.prompt_token_ids), request.num_prompt_tokens, first.table.fork())
-            sequence.num_computed = first.num_computed
-            request.sequences.append(sequence)
+    def fork(self, source: Sequence, index: int) -> Sequence:
+        """A sequence that goes on from all that ``source`` has computed; they share its blocks until they write."""
+        known = source.token_ids[: source.num_computed]
+        tables = self.blocks.fork(source.tables)
+        return Sequence(index, known, source.num_prompt_tokens, tables, source.num_computed)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence of a running request: its blocks are free at once, those that are cached stay so until needed."""
+        """End a sequence: its blocks are free at once, those that are cached stay so until they are needed."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        sequence.table.free()
+        self.blocks.free(sequence.tables)
 
     def abort(self, request: Request) -> None:
         """End all of a request, wherever it is."""
         for sequence in request.unfinished:
             self.finish(sequence, "abort")
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
-        else:
+        if request.status is Status.RUNNING:
             self.running.remove(request)
+        else:
+            self.waiting.remove(request)
         request.status = Status.FINISHED
 
     def remove_finished(self, request: Request) -> bool:
@@ -113,115 +108,137 @@ class Scheduler:
         request.status = Status.FINISHED
         return True
 
-    # ---- a step --------------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
     def schedule(self) -> Step:
-        """The next step. Running requests come first; new ones are admitted only where nobody had to give way."""
+        """The next step. Running requests come first; others are admitted only where nobody had to give way."""
         step = Step()
         for request in list(self.running):
             if request.status is Status.RUNNING:  # an earlier one may have preempted it meanwhile
                 self._schedule_running(request, step)
         if not step.num_preempted:
             self._admit(step)
-        self.num_copies += len(step.copies)
+        self.counters.copies += len(step.copies)
+        self.counters.swapped_in_blocks += len(step.swaps_in)
+        self.counters.swapped_out_blocks += len(step.swaps_out)
         return step
 
     def advance(self, step: Step) -> None:
-        """Note that a step was computed, and publish the blocks that it filled."""
-        for _, sequence, num_tokens in step.scheduled:
+        """Note that a step was computed: publish the blocks that it filled, release those that windows left behind."""
+        for request, sequence, num_tokens in step.scheduled:
             sequence.num_computed += num_tokens
-            if self._prefix_cache is not None:
-                self._prefix_cache.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+            self.blocks.computed(sequence.tables, sequence.token_ids, request.cache_salt)
 
     def _schedule_running(self, request: Request, step: Step) -> None:
-        """Claim slots for what is known of all the request's sequences, preempting from the back until there is room."""
-        copies: list[BlockCopy] = []
-        while True:
-            try:
-                for sequence in self._resume_forks(request):
-                    missing = self._claimable(request, sequence) - sequence.table.num_tokens
-                    copies += sequence.table.append(missing)
-                break
-            except OutOfBlocks:
-                victim = self.running[-1]
-                self._preempt(victim)
-                step.num_preempted += 1
-                if victim is request:
-                    return
-        step.copies += copies
-        self._schedule_tokens(request, step)
+        """Claim slots for the request's next tokens, preempting from the back until there is room; all of them or none."""
+        wanted = self._wanted(request, self._max_num_batched_tokens - step.num_tokens)
+        while not self.blocks.can_append([(sequence.tables, count) for sequence, count in wanted]):
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return
+        self._claim(request, wanted, step)
 
-    def _schedule_tokens(self, request: Request, step: Step) -> None:
-        budget = self._max_num_batched_tokens - step.num_tokens
-        for sequence in request.unfinished:
-            num_tokens = min(sequence.table.num_tokens - sequence.num_computed, budget)
-            if num_tokens > 0:
-                step.scheduled.append(Scheduled(request, sequence, num_tokens))
-                budget -= num_tokens
+    def _wanted(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+        """The sequences that have tokens to compute, with as many as the budget and the windows' pools allow."""
+        wanted = []
+        longest = self.blocks.longest_chunk or budget
+        for sequence in self._resume_forks(request):
+            known = len(sequence.token_ids) if self._may_pass_prompt(request, sequence) else request.num_prompt_tokens
+            count = min(known - sequence.num_computed, budget, longest)
+            if count > 0:
+                wanted.append((sequence, count))
+                budget -= count
+        return wanted
 
-    def _claimable(self, request: Request, sequence: Sequence) -> int:
-        """Tokens to hold slots for: all known ones, but only the prompt while others have yet to be forked from it."""
-        alone = len(request.unfinished) == 1 or sequence.num_computed >= request.num_prompt_tokens
-        return len(sequence.token_ids) if alone else request.num_prompt_tokens
+    def _claim(self, request: Request, wanted: list[tuple[Sequence, int]], step: Step) -> None:
+        for sequence, count in wanted:
+            step.copies += self.blocks.append(sequence.tables, count)
+            step.scheduled.append(Scheduled(request, sequence, count))
+
+    @staticmethod
+    def _may_pass_prompt(request: Request, sequence: Sequence) -> bool:
+        """Not while others have yet to be forked from what it has of the prompt."""
+        return len(request.unfinished) == 1 or sequence.num_computed >= request.num_prompt_tokens
 
     def _resume_forks(self, request: Request) -> list[Sequence]:
-        """The sequences that can go on; after a preemption the others follow once the first has computed the prompt again."""
+        """The sequences that can go on; after a recompute the others follow once the first has computed the prompt again."""
         leader, *others = request.unfinished
         if leader.num_computed < request.num_prompt_tokens:
             return [leader]
         for sequence in others:
-            if sequence.table.num_tokens == 0:
-                sequence.table = leader.table.fork(request.num_prompt_tokens)
+            if sequence.num_computed == 0:
+                sequence.tables = self.blocks.fork(leader.tables)
                 sequence.num_computed = request.num_prompt_tokens
         return [leader, *others]
 
+    # ---- admission ---------------------------------------------------------------------------------------------------
     def _admit(self, step: Step) -> None:
         num_seqs = sum(request.num_seqs for request in self.running)
         while self.waiting and step.num_tokens < self._max_num_batched_tokens:
             request = self.waiting[0]
             num_seqs += request.num_seqs
-            if num_seqs > self._max_num_seqs or not self._claim_known(request):
+            if num_seqs > self._max_num_seqs:
+                return
+            admitted = self._swap_in(request, step) if request.status is Status.SWAPPED else self._begin(request)
+            if not admitted:
                 return
             self.waiting.popleft()
-            request.status, request.was_admitted = Status.RUNNING, True
+            request.status = Status.RUNNING
             self.running.append(request)
-            self._schedule_tokens(request, step)
+            wanted = self._wanted(request, self._max_num_batched_tokens - step.num_tokens)
+            self._claim(request, wanted, step)
 
-    def _claim_known(self, request: Request) -> bool:
-        """Claim slots for the known tokens of a waiting request, cached blocks among them, or change nothing and say False."""
+    def _begin(self, request: Request) -> bool:
+        """Give a waiting request what is cached of it, if there is room for all its known tokens; else change nothing."""
         leader = request.unfinished[0]
         hits = self._match(request, leader)
-        # A block to spare for each running sequence: a newcomer should not be preempted by the very next step.
-        headroom = sum(len(other.unfinished) for other in self.running)
-        if not self._allocator.can_hold(self._blocks_known(request) + headroom, hits):
+        if not self.blocks.can_hold(self._room_for(request), hits):
             return False
-        leader.table.adopt([self._allocator.fork(block) for block in hits])
-        leader.num_computed = leader.table.num_tokens
-        leader.table.append(self._claimable(request, leader) - leader.table.num_tokens)
-        if not request.was_admitted:
+        self.blocks.adopt(leader.tables, hits)
+        leader.num_computed = leader.tables.num_tokens
+        if request.num_cached_tokens is None:
             request.num_cached_tokens = leader.num_computed
-        self.num_hit_tokens += leader.num_computed
+        self.counters.hit_tokens += leader.num_computed
         return True
 
-    def _match(self, request: Request, leader: Sequence) -> list[int]:
-        # Prompt logprobs need the logits of every prompt token, so all of them are computed.
-        if self._prefix_cache is None or request.params.prompt_logprobs is not None:
-            return []
-        # The last known token is always computed, since its logits are wanted; of several sequences only the prompt is shared.
-        most = self._claimable(request, leader) - 1
-        return self._prefix_cache.match(leader.token_ids, most)
+    def _match(self, request: Request, leader: Sequence) -> list[list[int]]:
+        # Prompt logprobs need the logits of every prompt token, so all of them are computed. The last known token always is,
+        # since its logits are wanted; of several sequences only the prompt is shared.
+        known = len(leader.token_ids) if self._may_pass_prompt(request, leader) else request.num_prompt_tokens
+        most = 0 if request.wants_prompt_logprobs else known - 1
+        return self.blocks.match(leader.token_ids, most, request.cache_salt)
 
-    def _blocks_known(self, request: Request) -> int:
-        """Blocks that hold all known tokens of a request, those of its prompt once."""
-        size = self._block_size
-        shared = request.num_prompt_tokens // size
-        return shared + sum(-(-len(sequence.token_ids) // size) - shared for sequence in request.unfinished)
+    def _swap_in(self, request: Request, step: Step) -> bool:
+        """Bring a swapped request's blocks back, if there is room for them and for its next tokens."""
+        if not self.blocks.can_hold(self._room_for(request), self.blocks.no_hits()):
+            return False
+        step.swaps_in += self.blocks.swap_in([sequence.tables for sequence in request.unfinished])
+        return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take all blocks of a running request back (recompute: its tokens are what it resumes from)."""
-        for sequence in request.unfinished:
-            sequence.table.free()
-            sequence.num_computed = 0
+    def _room_for(self, request: Request) -> int:
+        """Blocks that must be free to admit a request: for all its known tokens, and what those running are about to take.
+
+        That is what is left of their known tokens, and a block each: a newcomer should not be preempted by the very next steps.
+        """
+        lengths = [len(sequence.token_ids) for sequence in request.unfinished]
+        unfinished = [sequence for other in self.running for sequence in other.unfinished]
+        remaining = sum((len(s.token_ids) - s.num_computed) // self.blocks.block_size + 1 for s in unfinished)
+        return self.blocks.blocks_known(request.num_prompt_tokens, lengths) + remaining * len(self.blocks.groups)
+
+    # ---- preemption --------------------------------------------------------------------------------------------------
+    def _preempt(self, request: Request, step: Step) -> None:
+        """Take all blocks of a running request back: to the host pool, or for nothing, to be computed again."""
+        sequences = request.unfinished
+        swaps = None
+        if self._prefers_swap(request):
+            swaps = self.blocks.swap_out([sequence.tables for sequence in sequences])
+        if swaps is None:
+            for sequence in sequences:
+                self.blocks.free(sequence.tables)
+                sequence.num_computed = 0
+        step.swaps_out += swaps or []
+        request.status = Status.WAITING if swaps is None else Status.SWAPPED
         self.running.remove(request)
         self.waiting.appendleft(request)
-        request.status = Status.WAITING
-        self.num_preemptions += 1
+        step.num_preempted += 1
+        self.counters.preemptions += 1

@@ -14,7 +14,10 @@ class Stats:
     num_cached_blocks: int  #: blocks that hold published contents, in use or evictable
     num_running: int  #: requests
     num_waiting: int
+    num_swapped: int
     preemptions: int
+    swapped_in_blocks: int
+    swapped_out_blocks: int
     cow_copies: int  #: blocks copied on write
     shared_block_savings: int  #: blocks that tables share now: entries of all tables less distinct blocks
     prefix_cache_hit_tokens: int

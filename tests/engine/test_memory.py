@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minipage.cache import BlockAllocator
+from minipage.cache import BlockManager
 from minipage.device import open_device
 from minipage.device.contiguous import ContiguousKVCache
 from minipage.device.kv_cache import KVCache, KVShape
@@ -28,8 +28,9 @@ def make_requests(count: int) -> list[tuple[int, int]]:
 
 def test_blocks_waste_little_where_a_static_cache_wastes_most() -> None:
     """With ShareGPT-like lengths and blocks of 16, under 4% of the held slots are empty; a static cache leaves over half so."""
-    allocator = BlockAllocator(4096)
-    scheduler = Scheduler(allocator, BLOCK, max_num_seqs=BATCH, max_num_batched_tokens=MAX_LENGTH)
+    blocks = BlockManager(4096, BLOCK, caching=False)
+    allocator = blocks.allocator
+    scheduler = Scheduler(blocks, max_num_seqs=BATCH, max_num_batched_tokens=MAX_LENGTH)
     lengths = make_requests(200)
     for index, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output)

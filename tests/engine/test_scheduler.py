@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from minipage.cache import BlockAllocator, PrefixCache, copy_launches
+from minipage.cache import RELEASED, BlockManager, Group, copy_launches
 from minipage.engine.request import Request, Sequence, Status
 from minipage.engine.scheduler import Scheduler, Step
 from minipage.sampling_params import SamplingParams
@@ -20,49 +21,67 @@ BLOCK = 4
 class Memory:
     """Slots that remember which tokens they were computed from: K and V depend on all tokens up to their own."""
 
-    def __init__(self) -> None:
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+    def __init__(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
+        self.device: dict[int, dict[int, Any]] = {}  # block -> offset -> what was computed there
+        self.host: dict[int, dict[int, Any]] = {}
 
-    def copy(self, step: Step) -> None:
+    def move(self, step: Step) -> None:
+        """Swaps out, swaps in, copies: in the order that a runner makes them."""
+        self.host |= {dst: dict(self.device.get(src, {})) for src, dst in step.swaps_out}
+        self.device |= {dst: dict(self.host.get(src, {})) for src, dst in step.swaps_in}
         for launch in copy_launches(step.copies):
-            before = dict(self.slots)
-            for src, dst in launch:
-                for offset in range(BLOCK):
-                    self.slots[dst, offset] = before.get((src, offset), ())
+            self.device |= {dst: dict(self.device.get(src, {})) for src, dst in launch}
 
-    def compute(self, sequence: Sequence, count: int) -> None:
-        """Write the next ``count`` tokens, after checking that all before them are there."""
-        for position in range(sequence.num_computed + count):
-            slot = (sequence.table.blocks[position // BLOCK], position % BLOCK)
-            expected = tuple(sequence.token_ids[: position + 1])
-            if position < sequence.num_computed:
-                assert self.slots[slot] == expected, f"position {position} of sequence {sequence.index}"
-            else:
-                self.slots[slot] = expected
+    def compute(self, request: Request, sequence: Sequence, count: int) -> None:
+        """Write the next ``count`` tokens, after checking that all that they see are there; a shared block is not written."""
+        allocator = self.blocks.allocator
+        for index, (group, table) in enumerate(zip(self.blocks.groups, sequence.tables.tables, strict=True)):
+            first, stop = sequence.num_computed, sequence.num_computed + count
+            for position in range(stop):
+                block, offset = table.blocks[position // BLOCK], position % BLOCK
+                content = (index, request.cache_salt, tuple(sequence.token_ids[: position + 1]))
+                if position >= first:
+                    assert allocator.ref_count(block) == 1 and not allocator.is_cached(block)
+                    self.device.setdefault(block, {})[offset] = content
+                elif position < group.sinks or position >= group.first_seen(first):
+                    assert self.device[block][offset] == content, f"position {position} of sequence {sequence.index}"
 
 
 def make_request(name: int, prompt: list[int], n: int, limit: int) -> Request:
-    return Request(str(name), None, prompt, SamplingParams(n=n, max_tokens=32), 0, limit)
+    return Request(str(name), None, prompt, SamplingParams(n=n, max_tokens=32), 0, limit, None, n)
 
 
 class World:
     """A scheduler with its memory, run a step at a time with tokens that a caller picks."""
 
-    def __init__(self, num_blocks: int, max_seqs: int, budget: int, caching: bool) -> None:
-        self.allocator = BlockAllocator(num_blocks)
-        self.cache = PrefixCache(self.allocator, BLOCK) if caching else None
+    def __init__(
+        self,
+        num_blocks: int,
+        max_seqs: int,
+        budget: int,
+        caching: bool,
+        groups: tuple[Group, ...] = (Group(),),
+        host_blocks: int = 0,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, BLOCK, groups, caching=caching, num_host_blocks=host_blocks)
+        self.allocator = self.blocks.allocator
         self.scheduler = Scheduler(
-            self.allocator, BLOCK, max_num_seqs=max_seqs, max_num_batched_tokens=budget, prefix_cache=self.cache
+            self.blocks,
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=budget,
+            prefers_swap=lambda request: host_blocks > 0,
         )
-        self.memory = Memory()
+        self.memory = Memory(self.blocks)
         self.budget, self.max_seqs = budget, max_seqs
         self.requests: list[Request] = []
 
-    def add(self, name: int, prompt: list[int], n: int) -> Request | None:
-        limit = self.scheduler.longest_total(len(prompt), n)
+    def add(self, name: int, prompt: list[int], n: int, salt: str | None = None) -> Request | None:
+        limit = self.blocks.longest_total(len(prompt), n)
         if limit == 0 or n > self.max_seqs:
             return None
-        request = make_request(name, prompt, n, min(limit, len(prompt) + 12))
+        request = make_request(name, prompt, n, min(limit or 1000, len(prompt) + 12))
+        request.cache_salt = salt
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -71,9 +90,9 @@ class World:
         step = self.scheduler.schedule()
         assert step.num_tokens <= self.budget
         assert sum(request.num_seqs for request in self.scheduler.running) <= self.max_seqs
-        self.memory.copy(step)
-        for _, sequence, count in step.scheduled:
-            self.memory.compute(sequence, count)
+        self.memory.move(step)
+        for request, sequence, count in step.scheduled:
+            self.memory.compute(request, sequence, count)
         self.scheduler.advance(step)
         for request, sequence, _ in step.scheduled:
             if sequence.num_computed == len(sequence.token_ids):
@@ -85,16 +104,20 @@ class World:
     def _grow(self, request: Request, sequence: Sequence, pick: itertools.cycle[int]) -> None:
         first = not request.is_forked
         if first:
-            self.scheduler.fork(request)
+            request.sequences += [self.scheduler.fork(sequence, index) for index in range(1, request.width)]
+            request.is_forked = True
         for each in request.sequences if first else [sequence]:
             each.token_ids.append(next(pick))
             if len(each.token_ids) >= request.max_total_tokens or next(pick) == 7:
                 self.scheduler.finish(each, "length")
 
     def check(self) -> None:
-        self.allocator.check_integrity([s.table for request in self.requests for s in request.sequences])
-        if self.cache is not None:
-            self.cache.check_integrity()
+        tables = [sequence.tables for request in self.requests for sequence in request.sequences]
+        self.blocks.check_integrity(tables)
+        for group, table in ((g, t) for each in tables for g, t in zip(self.blocks.groups, each.tables, strict=True)):
+            if group.window:
+                held = sum(block != RELEASED for block in table.blocks)
+                assert held <= -(-group.window // BLOCK) + 1 + -(-group.sinks // BLOCK)
         order = {id(request): index for index, request in enumerate(self.requests)}
         arrivals = [order[id(request)] for request in [*self.scheduler.running, *self.scheduler.waiting]]
         assert arrivals == sorted(arrivals), "first come, first served"
@@ -108,16 +131,31 @@ class Schedules(RuleBasedStateMachine):
         max_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 3, 5, 64]),
         caching=st.booleans(),
+        groups=st.sampled_from([(Group(),), (Group(5),), (Group(), Group(7)), (Group(4, 3), Group(4, 3), Group())]),
+        host_blocks=st.sampled_from([0, 4, 20]),
         seed=st.lists(st.integers(0, 8), min_size=5, max_size=17),
     )
-    def start(self, num_blocks: int, max_seqs: int, budget: int, caching: bool, seed: list[int]) -> None:
-        self.world = World(num_blocks, max_seqs, budget, caching)
+    def start(
+        self,
+        num_blocks: int,
+        max_seqs: int,
+        budget: int,
+        caching: bool,
+        groups: tuple[Group, ...],
+        host_blocks: int,
+        seed: list[int],
+    ) -> None:
+        self.world = World(num_blocks * len(groups), max_seqs, budget, caching, groups, host_blocks)
         self.pick = itertools.cycle([*seed, 1, 2, 3])
         self.names = itertools.count()
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=18), n=st.integers(1, 4))
-    def add(self, prompt: list[int], n: int) -> None:
-        self.world.add(next(self.names), prompt, n)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=18),
+        n=st.integers(1, 4),
+        salt=st.sampled_from([None, None, "other"]),
+    )
+    def add(self, prompt: list[int], n: int, salt: str | None) -> None:
+        self.world.add(next(self.names), prompt, n, salt)
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
@@ -145,6 +183,8 @@ class Schedules(RuleBasedStateMachine):
                 self.world.step(self.pick)
             assert not self.world.scheduler.running and not self.world.scheduler.waiting, "every request finishes"
             assert self.world.allocator.num_free_blocks == self.world.allocator.num_blocks
+            host = self.world.blocks.host
+            assert host is None or host.num_free_blocks == host.num_blocks
 
 
 Schedules.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
@@ -166,7 +206,8 @@ def run_all(world: World, limit: int = 500) -> int:
 def test_longest_total_is_reached_alone(prompt: int, n: int, num_blocks: int) -> None:
     """A request that the pool takes reaches its longest length alone without being preempted, and no further."""
     world = World(num_blocks, n, 64, caching=False)
-    longest = world.scheduler.longest_total(prompt, n)
+    longest = world.blocks.longest_total(prompt, n)
+    assert longest is not None
     if longest == 0:
         assert -(-prompt // BLOCK) > num_blocks
         return
@@ -174,7 +215,7 @@ def test_longest_total_is_reached_alone(prompt: int, n: int, num_blocks: int) ->
     world.scheduler.add(request)
     run_all(world)
     assert {len(sequence.token_ids) for sequence in request.sequences} == {longest}
-    assert world.scheduler.num_preemptions == 0
+    assert world.scheduler.counters.preemptions == 0
     shared = prompt // BLOCK
     assert shared + n * (-(-longest // BLOCK) - shared) > num_blocks
 
@@ -185,10 +226,10 @@ def test_latest_arrival_gives_way() -> None:
     first, second = world.add(0, [1] * 8, 1), world.add(1, [0] * 8, 1)
     assert first is not None and second is not None
     pick = itertools.cycle([1])
-    while world.scheduler.num_preemptions == 0:
+    while world.scheduler.counters.preemptions == 0:
         world.step(pick)
     assert first.status is Status.RUNNING and second.status is Status.WAITING
-    assert second.sequences[0].table.blocks == []
+    assert second.sequences[0].tables.blocks == []
     run_all(world)
     assert len(second.sequences[0].token_ids) == second.max_total_tokens
 
@@ -222,7 +263,7 @@ def test_cached_blocks_are_not_counted_twice() -> None:
     assert newcomer is not None
     before = world.allocator.num_free_blocks
     world.step(pick)
-    assert newcomer.status is Status.WAITING and newcomer.sequences[0].table.blocks == []
+    assert newcomer.status is Status.WAITING and newcomer.sequences[0].tables.blocks == []
     assert world.allocator.num_free_blocks == before
     run_all(world)
     assert newcomer.status is Status.FINISHED

@@ -1,0 +1,134 @@
+"""A request whose n continuations are drawn token by token, each for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..outputs import CompletionOutput, FinishReason, Logprob
+from ..sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .output import PromptLogprobs, SequenceOutput
+from .request import Request
+from .request import Sequence as TokenSequence
+from .sampler import SampledToken, SamplingError, SamplingRow, sample
+from .scheduler import Scheduled, Scheduler
+from .tracked import OnOutput, Tracked
+
+
+class SampledRequest(Tracked):
+    """Draws tokens as its SamplingParams say, and ends each sequence by its own tokens and text."""
+
+    def __init__(
+        self,
+        request: Request,
+        params: SamplingParams,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        on_output: OnOutput | None,
+        final_only: bool,
+    ) -> None:
+        super().__init__(request, scheduler, on_output, final_only)
+        self._params = params
+        self._outputs = [SequenceOutput(tokenizer, request, params, index) for index in range(params.n)]
+        self._stop_ids = stop_ids(params, tokenizer, eos_token_ids)
+        self._banned_at_first = eos_token_ids.union(self._stop_ids)
+        self._prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
+
+    def children(self, item: Scheduled) -> Sequence[int]:
+        if item.sequence.num_computed < len(item.sequence.token_ids) or item.sequence.is_finished:
+            return []
+        return [item.sequence.index] if self.request.is_forked else range(self._params.n)
+
+    def take(self, child: int, logits: np.ndarray) -> None:
+        if not self.request.unfinished:  # it has failed
+            return
+        if not self.request.is_forked:
+            self._fork()
+        sequence = self.request.sequences[child]
+        output = sequence.output_token_ids
+        banned = self._banned_at_first if len(output) < self._params.min_tokens else frozenset[int]()
+        prompt = self.request.prompt_token_ids
+        row = SamplingRow(self._params, self.request.seed, child, len(output), prompt, output, banned)
+        token = sample(logits[None], [row])[0]
+        if isinstance(token, SamplingError):
+            self.fail(token)
+        else:
+            self._accept(sequence, token)
+
+    def fail(self, error: SamplingError) -> None:
+        for sequence in self.request.unfinished:
+            self._finish(sequence, "abort", str(error))
+
+    def abort(self) -> None:
+        for sequence in self.request.unfinished:
+            self._outputs[sequence.index].finish()
+
+    def completions(self) -> list[CompletionOutput]:
+        sequences = self.request.sequences
+        if not self.request.is_forked:  # it ended before its first token: all n ended as the one that there was
+            sequences = sequences * self._params.n
+        return [output.take(sequence) for output, sequence in zip(self._outputs, sequences, strict=True)]
+
+    # ---- the prompt --------------------------------------------------------------------------------------------------
+    def prompt_rows(self, item: Scheduled) -> range:
+        if self._prompt_logprobs is None:
+            return range(0)
+        stop = item.sequence.num_computed
+        return range(stop - item.num_tokens, min(stop, self.request.num_prompt_tokens - 1))
+
+    def score_prompt(self, position: int, logits: np.ndarray) -> None:
+        assert self._prompt_logprobs is not None
+        error = self._prompt_logprobs.score(position + 1, logits)
+        if error is not None:
+            self.fail(error)
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.entries()
+
+    # ---- a token -----------------------------------------------------------------------------------------------------
+    def _fork(self) -> None:
+        """The prompt is computed: the others go on from it, sharing its blocks until they write."""
+        first = self.request.sequences[0]
+        for index in range(1, self._params.n):
+            self.request.sequences.append(self.scheduler.fork(first, index))
+        self.request.is_forked = True
+
+    def _accept(self, sequence: TokenSequence, token: SampledToken) -> None:
+        """Append a token to a sequence, and end the sequence where the token says so."""
+        params = self._params
+        sequence.token_ids.append(token.token_id)
+        self.num_generated += 1
+        ends = token.token_id in self._stop_ids
+        may_stop = sequence.num_output_tokens >= params.min_tokens
+        stop = self._outputs[sequence.index].push(token, is_stop_token=ends, may_stop=may_stop)
+        is_longest = len(sequence.token_ids) == self.request.max_total_tokens
+        if ends or stop is not None:
+            self._finish(sequence, "stop", self._stop_ids[token.token_id] if ends else stop)
+        elif sequence.num_output_tokens == params.max_tokens or is_longest:
+            self._finish(sequence, "length", None)
+
+    def _finish(self, sequence: TokenSequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        late = self._outputs[sequence.index].finish()
+        if late is not None and reason == "length":
+            reason, stop_reason = "stop", late
+        self.scheduler.finish(sequence, reason, stop_reason)
+
+
+def stop_ids(
+    params: SamplingParams, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+) -> dict[int, int | str | None]:
+    """Tokens that end a sequence, with the stop_reason of each: EOS ids, stop_token_ids, and stop strings that are special
+    tokens, shown or not.
+    """
+    ids: dict[int, int | str | None] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids)
+    for stop in params.stop or ():
+        token_id = None if tokenizer is None else tokenizer.special_id(stop)
+        if token_id is not None:
+            ids[token_id] = stop
+    ids.update((token_id, token_id) for token_id in params.stop_token_ids or ())
+    return ids

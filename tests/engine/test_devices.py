@@ -53,15 +53,22 @@ def test_host_devices(
     np.testing.assert_allclose(logprobs, expected[1], atol=1e-4, rtol=0)
 
 
-def test_cuda_simulator(history: Callable[[int], Path], expected: tuple[list[list[int]], list[list[float]]]) -> None:
-    """The CUDA kernels, in Numba's simulator, give the same; in a process of its own, since the simulator is for a whole one."""
-    pytest.importorskip("numba_cuda")
-    code = "import json, sys, test_devices; print(json.dumps(test_devices.run('cuda-sim', sys.argv[1])))"
+@pytest.mark.parametrize(("device", "setting"), [("cuda-sim", "NUMBA_ENABLE_CUDASIM"), ("cpu", "NUMBA_DISABLE_JIT")])
+def test_settings_of_a_process(
+    history: Callable[[int], Path], expected: tuple[list[list[int]], list[list[float]]], device: str, setting: str
+) -> None:
+    """So do the CUDA kernels in Numba's simulator, and the CPU kernels as plain Python; each takes a process of its own."""
+    if device == "cuda-sim":
+        pytest.importorskip("numba_cuda")
+    code = "import json, sys, test_devices; print(json.dumps(test_devices.run(*sys.argv[1:])))"
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(history(SEED))], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, device, str(history(SEED))],
+        env=os.environ | {setting: "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])

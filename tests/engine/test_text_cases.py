@@ -292,14 +292,16 @@ def test_min_tokens_bans_ends(tmp_path: Path, temperature: float) -> None:
         assert_idle_and_whole(llm)
 
 
-def test_min_tokens_and_stop_strings(open_script: OpenScript) -> None:
-    """A stop string that is complete before min_tokens is ignored for good; the next one ends the text."""
+@pytest.mark.parametrize(
+    ("stops", "text", "spoken"), [(["ab", "bc", "ef"], "abcd", "abcdef"), (["bc", "cd"], "ab", "abcd")]
+)
+def test_min_tokens_and_stop_strings(open_script: OpenScript, stops: list[str], text: str, spoken: str) -> None:
+    """A stop string that is complete before the fourth token is ignored for good; the next one ends the text."""
     llm = open_script(say("abcdef"))
-    params = SamplingParams(temperature=0, min_tokens=4, max_tokens=20, stop=["ab", "ef"])
-    out, _ = serve(llm, [START], params)
-    assert out.outputs[0].text == "abcd"
-    assert list(out.outputs[0].token_ids) == list(b"abcdef")
-    assert out.outputs[0].stop_reason == "ef"
+    out, _ = serve(llm, [START], SamplingParams(temperature=0, min_tokens=4, max_tokens=20, stop=stops))
+    assert out.outputs[0].text == text
+    assert list(out.outputs[0].token_ids) == list(spoken.encode())
+    assert out.outputs[0].stop_reason == stops[-1]
 
 
 def test_min_tokens_beyond_max_tokens() -> None:

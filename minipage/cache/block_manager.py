@@ -216,7 +216,7 @@ class BlockManager:
     @staticmethod
     def _salt(group: int, salt: str | None) -> str:
         """Groups share the pool but not their contents."""
-        return "x"
+        return f"{group}/{salt or ''}"
 
     # ---- swapping ----------------------------------------------------------------------------------------------------
     def swap_out(self, sequences: Sequence[Tables]) -> list[Swap] | None:

@@ -86,6 +86,13 @@ class Ops(Protocol):
         """out [T, N] = x [T, K] @ weight.T + bias [N] float32."""
         ...
 
+    def rope(self, out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
+        """out [T, NH, D] = x rotated as by :meth:`rope_and_cache`, but to the position min(positions[t], ``last``).
+
+        Both may be strided views; ``out`` may be ``x``.
+        """
+        ...
+
     def rope_and_cache(
         self,
         q: Array,
@@ -118,6 +125,8 @@ class Ops(Protocol):
         scale: float,
         window: int,
         soft_cap: float,
+        num_sinks: int = 0,
+        sink_q: Array | None = None,
     ) -> None:
         """Causal attention of every query over its sequence's pages; chunked prefill and decode in one call.
 
@@ -126,6 +135,11 @@ class Ops(Protocol):
         block_tables [S, max_blocks] int32; entries wholly outside what a query sees may be -1 and are not read.
         ``window`` W lets a token see itself and the W-1 before it (0: all). ``soft_cap`` c maps a score x to c*tanh(x/c)
         (0: none). Query head h reads kv head h // (NH / KVH).
+
+        The first ``num_sinks`` tokens of a sequence are seen from any distance, each once, and meet ``sink_q`` [T, NH, D]
+        in place of q: attention sinks (StreamingLLM, Xiao et al. 2023, section 3.2), whose distance from a query is not
+        that in the text but that in the cache, where the window follows the sinks directly. Scores depend on distances
+        only, so it is enough to rotate the query once more, for the sinks, and no key is rotated again.
         """
         ...
 

@@ -102,7 +102,9 @@ def plain(pages: Array, axes: tuple[int, ...]) -> Array:
 
 
 def rope_and_cache(heads: Heads, num_tokens: int, rotary: int) -> Check:
-    """q, k and v views of one buffer, rotated and written to slots in random order; the first token is padding."""
+    """q, k and v views of one buffer, rotated and written to slots in random order, the first token being padding; and q
+    rotated into another buffer, to positions up to 40.
+    """
 
     def check(ops: Any, array: Callable[[np.ndarray], Array], xp: Any) -> list[Array]:
         qkv = array(normal(1, num_tokens, heads.query + 2 * heads.kv, heads.dim))
@@ -114,13 +116,17 @@ def rope_and_cache(heads: Heads, num_tokens: int, rotary: int) -> Check:
         slots[0] = -1
         key, value = pages(ops, array, heads, num_blocks)
         tables = array(np.cos(angles)), array(np.sin(angles))
+        sink_q = array(np.full((num_tokens, heads.query, heads.dim), np.nan, np.float32))
+        ops.rope(sink_q, q, *tables, array(positions), 40)
         ops.rope_and_cache(q, k, v, *tables, array(positions), key, value, array(slots))
-        return [qkv, plain(key, ops.KEY_AXES), plain(value, ops.VALUE_AXES)]
+        return [sink_q, qkv, plain(key, ops.KEY_AXES), plain(value, ops.VALUE_AXES)]
 
     return check
 
 
-def attention(heads: Heads, spans: list[Span], tokens: int, window: int = 0, soft_cap: float = 0.0) -> Check:
+def attention(
+    heads: Heads, spans: list[Span], tokens: int, window: int = 0, soft_cap: float = 0.0, sinks: int = 0
+) -> Check:
     """Attention of several sequences, each with pages for ``tokens``; one sequence's numbers do not depend on the others."""
 
     def check(ops: Any, array: Callable[[np.ndarray], Array], xp: Any) -> list[Array]:
@@ -133,7 +139,8 @@ def attention(heads: Heads, spans: list[Span], tokens: int, window: int = 0, sof
         context_lens = np.array([span.stop for span in spans], np.int32)
         query_start = np.cumsum([0, *map(len, queries)]).astype(np.int32)
         sequences = array(np.array(tables, np.int32)), array(context_lens), array(query_start)
-        ops.paged_attention(out, q, key, value, *sequences, heads.dim**-0.5, window, soft_cap)
+        sink_q = array(np.concatenate(queries)[:, ::-1].copy())  # as good as any: the heads in another order
+        ops.paged_attention(out, q, key, value, *sequences, heads.dim**-0.5, window, soft_cap, sinks, sink_q)
         return [out]
 
     return check
@@ -170,6 +177,7 @@ def against_reference(large: bool) -> Iterator[tuple[str, Check, float]]:
         yield f"copy_blocks, swap_blocks {heads}", block_copies(heads), 0.0
         yield f"attention {heads}", attention(heads, spans, 17), 1e-5
         yield f"attention {heads}, window 5, cap 20", attention(heads, spans, 17, 5, 20.0), 1e-5
+        yield f"attention {heads}, window 5, sinks 3", attention(heads, spans, 17, 5, sinks=3), 1e-5
         if large:
             yield f"attention {heads}, long", attention(heads, [Span(985, 1025), Span(256, 257)], 1025), 1e-5
 

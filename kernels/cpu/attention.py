@@ -36,24 +36,28 @@ def paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    num_sinks: int = 0,
+    sink_q: Array | None = None,
 ) -> None:
     """Causal attention of every query over its sequence's pages; see :class:`minipage.kernels.ops.Ops`."""
+    rows = out, q, q if sink_q is None else sink_q
     pages = as_numba(key_cache), as_numba(value_cache)
-    _kernel(key_cache.dtype)(out, q, *pages, block_tables, context_lens, query_start, scale, window, soft_cap)
+    sequences = block_tables, context_lens, query_start
+    _kernel(key_cache.dtype)(*rows, *pages, *sequences, scale, window, soft_cap, num_sinks)
 
 
 @functools.cache
 def _kernel(dtype: np.dtype) -> Kernel:
     heads, page = "float32[:, :, :]", f"{NUMBA_STORAGE[dtype]}[:, :, :, ::1]"
     sequences = "int32[:, :], int32[::1], int32[::1]"
-    return Kernel(
-        _paged_attention, f"{heads}, {heads}, {page}, {page}, {sequences}, float32, int64, float32", parallel=True
-    )
+    numbers = "float32, int64, float32, int64"
+    return Kernel(_paged_attention, f"{heads}, {heads}, {heads}, {page}, {page}, {sequences}, {numbers}", parallel=True)
 
 
 def _paged_attention(
     out: Array,
     q: Array,
+    sink_q: Array,
     key_cache: Array,
     value_cache: Array,
     block_tables: Array,
@@ -62,10 +66,11 @@ def _paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    num_sinks: int,
 ) -> None:
-    rows = Rows(out, q)
+    rows = Rows(out, q, sink_q)
     pages = Pages(key_cache, value_cache)
-    scoring = Scoring(scale, window, soft_cap)
+    scoring = Scoring(scale, window, soft_cap, num_sinks)
     runs = _split_queries(query_start, max(1, _ROWS // (q.shape[1] // key_cache.shape[1])))
     num_tasks = len(runs) * key_cache.shape[1]
     work = 0
@@ -80,10 +85,11 @@ def _paged_attention(
 
 
 class Rows(NamedTuple):
-    """The queries and their results, [T, NH, D]."""
+    """The queries, as the window meets them and as the sinks do, and their results, all [T, NH, D]."""
 
     out: Array
     q: Array
+    sink_q: Array
 
 
 class Pages(NamedTuple):
@@ -94,11 +100,12 @@ class Pages(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is done to a score before the softmax, and how far back a token sees."""
+    """What is done to a score before the softmax, how far back a token sees, and how many of the first tokens it sees."""
 
     scale: float
     window: int
     soft_cap: float
+    num_sinks: int
 
 
 @inner
@@ -139,22 +146,46 @@ def _attend(
     group = rows.q.shape[1] // pages.keys.shape[1]
     num_rows = (end - first) * group
     padded = (num_rows + _TILE - 1) // _TILE * _TILE
-    head_dim, block_size = pages.keys.shape[2:]
-    chunk_size = max(1, _CHUNK // block_size) * block_size
+    head_dim = pages.keys.shape[2]
 
     queries = np.zeros((padded, head_dim), np.float32)
-    sums = np.zeros((padded, head_dim), np.float32)
-    scores = np.zeros((padded, chunk_size), np.float32)
     softmax = np.zeros((padded, 2), np.float32)  # of each row: its largest score, and the sum of its weights
+    softmax[:, 0] = -np.inf
+    sums = np.zeros((padded, head_dim), np.float32)
     seen = np.empty((padded, 2), np.int64)  # of each row: the first token that it sees, and the one after the last
-    for row in range(padded):
-        query = min(row, num_rows - 1) // group
-        seen[row, 1] = first_position + query + 1
-        seen[row, 0] = max(seen[row, 1] - scoring.window, 0) if scoring.window > 0 else 0
-        softmax[row, 0] = -np.inf
-        if row < num_rows:
-            queries[row] = rows.q[first + query, kv_head * group + row % group]
+    for part in range(0 if scoring.num_sinks > 0 else 1, 2):  # the sinks, and then the window
+        for row in range(padded):
+            query = min(row, num_rows - 1) // group
+            stop = first_position + query + 1
+            sinks = min(scoring.num_sinks, stop)
+            start = max(stop - scoring.window, sinks) if scoring.window > 0 else sinks
+            seen[row, 0], seen[row, 1] = (0, sinks) if part == 0 else (start, stop)
+            if row < num_rows:
+                source = rows.sink_q if part == 0 else rows.q
+                queries[row] = source[first + query, kv_head * group + row % group]
+        _reduce(queries, seen, softmax, sums, num_rows, pages, kv_head, table, scoring)
 
+    for row in range(num_rows):
+        for d in range(head_dim):
+            rows.out[first + row // group, kv_head * group + row % group, d] = sums[row, d] / softmax[row, 1]
+
+
+@inner
+def _reduce(
+    queries: Array,
+    seen: Array,
+    softmax: Array,
+    sums: Array,
+    num_rows: int,
+    pages: Pages,
+    kv_head: int,
+    table: Array,
+    scoring: Scoring,
+) -> None:
+    """Take the tokens that the rows see into their softmax and sums, chunk by chunk."""
+    padded, block_size = len(queries), pages.keys.shape[3]
+    chunk_size = max(1, _CHUNK // block_size) * block_size
+    scores = np.zeros((padded, chunk_size), np.float32)
     begin, stop = seen[0, 0], seen[padded - 1, 1]
     for chunk in range(begin // chunk_size * chunk_size, stop, chunk_size):
         blocks = range(max(begin, chunk) // block_size, (min(stop, chunk + chunk_size) - 1) // block_size + 1)
@@ -171,10 +202,6 @@ def _attend(
             start = block * block_size
             for row in range(0, padded, _TILE):
                 _add_values(sums[row:], scores[row:, start - chunk :], values, seen[row:], start)
-
-    for row in range(num_rows):
-        for d in range(head_dim):
-            rows.out[first + row // group, kv_head * group + row % group, d] = sums[row, d] / softmax[row, 1]
 
 
 @inner

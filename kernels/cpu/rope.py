@@ -11,7 +11,14 @@ from ..ops import Array
 from .jit import INPUT_MATRIX, Kernel, inner
 from .storage import NUMBA_STORAGE, as_numba, narrow
 
+_HEADS = "float32[:, :, :]"
+_TABLES = f"{INPUT_MATRIX}, {INPUT_MATRIX}, int32[::1]"
 _SERIAL = 1 << 14  #: elements below which starting the threads takes longer than the work
+
+
+def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
+    """out = x rotated to the position min(positions, last); see :class:`minipage.kernels.ops.Ops`."""
+    _rope_kernel(out, x, cos, sin, positions, last)
 
 
 def rope_and_cache(
@@ -32,9 +39,9 @@ def rope_and_cache(
 
 @functools.cache
 def _kernel(dtype: np.dtype) -> Kernel:
-    heads, pages = "float32[:, :, :]", f"{NUMBA_STORAGE[dtype]}[:, :, :, ::1]"
-    tables = f"{INPUT_MATRIX}, {INPUT_MATRIX}, int32[::1]"
-    return Kernel(_rope_and_cache, f"{heads}, {heads}, {heads}, {tables}, {pages}, {pages}, int64[::1]", parallel=True)
+    pages = f"{NUMBA_STORAGE[dtype]}[:, :, :, ::1]"
+    signature = f"{_HEADS}, {_HEADS}, {_HEADS}, {_TABLES}, {pages}, {pages}, int64[::1]"
+    return Kernel(_rope_and_cache, signature, parallel=True)
 
 
 def _rope_and_cache(
@@ -58,6 +65,20 @@ def _rope_and_cache(
             _rotate(q[t], cos[positions[t]], sin[positions[t]])
             _rotate(k[t], cos[positions[t]], sin[positions[t]])
             _write(k[t], v[t], key_cache, value_cache, slots[t])
+
+
+def _rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
+    if x.size < _SERIAL:
+        for t in range(len(x)):
+            out[t] = x[t]
+            _rotate(out[t], cos[min(positions[t], last)], sin[min(positions[t], last)])
+    else:
+        for t in prange(len(x)):
+            out[t] = x[t]
+            _rotate(out[t], cos[min(positions[t], last)], sin[min(positions[t], last)])
+
+
+_rope_kernel = Kernel(_rope, f"{_HEADS}, {_HEADS}, {_TABLES}, int64", parallel=True)
 
 
 @inner

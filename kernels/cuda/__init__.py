@@ -9,7 +9,7 @@ from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
 from .norm import layer_norm, rms_norm
-from .rope import rope_and_cache
+from .rope import rope, rope_and_cache
 from .weights import empty_weight, pack_rows, unpack_rows
 
 #: K pages [nb, KVH, D, B]: neighbouring threads, each with a token, read neighbouring elements. V pages [nb, KVH, B, D]:
@@ -31,6 +31,7 @@ __all__ = [
     "pack_rows",
     "paged_attention",
     "rms_norm",
+    "rope",
     "rope_and_cache",
     "swap_blocks",
     "unpack_rows",

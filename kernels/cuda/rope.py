@@ -11,15 +11,31 @@ Array = Any
 
 
 @device_function
-def rotate(x: Array, token: Any, position: Any, cos: Array, sin: Array) -> None:
-    """Turn the pairs (dim i, dim i + R/2) of all heads of x[token] by the angles of ``position``."""
+def rotate(out: Array, x: Array, token: Any, position: Any, cos: Array, sin: Array) -> None:
+    """out[token] = x[token] with the pairs (dim i, dim i + R/2) of all heads turned by the angles of ``position``."""
     half = cos.shape[1]
     for pair in range(cuda.threadIdx.x, x.shape[1] * half, THREADS):
         head, i = pair // half, pair % half
         first, second = x[token, head, i], x[token, head, i + half]
         c, s = cos[position, i], sin[position, i]
-        x[token, head, i] = first * c - second * s
-        x[token, head, i + half] = second * c + first * s
+        out[token, head, i] = first * c - second * s
+        out[token, head, i + half] = second * c + first * s
+
+
+@kernel
+def rope_kernel(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: Any) -> None:
+    token = cuda.blockIdx.x
+    rotate(out, x, token, min(positions[token], last), cos, sin)
+    rotary = 2 * cos.shape[1]
+    kept = x.shape[2] - rotary  # dims of a head that are not rotated
+    for element in range(cuda.threadIdx.x, x.shape[1] * kept, THREADS):
+        head, dim = element // kept, rotary + element % kept
+        out[token, head, dim] = x[token, head, dim]
+
+
+def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
+    """See :meth:`kernels.ops.Ops.rope`."""
+    launch(rope_kernel, (x.shape[0],), THREADS, out, x, cos, sin, positions, last)
 
 
 @kernel
@@ -36,8 +52,8 @@ def rope_and_cache_kernel(
 ) -> None:
     token = cuda.blockIdx.x
     num_kv_heads, head_dim = k.shape[1], k.shape[2]
-    rotate(q, token, positions[token], cos, sin)
-    rotate(k, token, positions[token], cos, sin)
+    rotate(q, q, token, positions[token], cos, sin)
+    rotate(k, k, token, positions[token], cos, sin)
     cuda.syncthreads()  # k as rotated by all threads is read next
     slot = slots[token]
     if slot >= 0:

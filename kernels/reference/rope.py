@@ -8,6 +8,13 @@ from ..dtypes import float32_to_bfloat16
 from ..ops import Array
 
 
+def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
+    """out = x rotated to the position min(positions, last); see :class:`minipage.kernels.ops.Ops`."""
+    reached = np.minimum(positions, last)
+    out[:] = x
+    _rotate(out, cos[reached][:, None], sin[reached][:, None])
+
+
 def rope_and_cache(
     q: Array,
     k: Array,

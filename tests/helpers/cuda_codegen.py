@@ -78,6 +78,7 @@ def specimens() -> Iterator[Specimen]:
     yield Specimen("layer_norm", norm.layer_norm_kernel, (rows, rows, vector, vector, f32))
     yield Specimen("add", elementwise.add_kernel, (rows, rows, rows))
     yield Specimen("gather_rows", elementwise.gather_rows_kernel, (rows, rows, int32))
+    yield Specimen("rope", modules["rope"].rope_kernel, (heads, heads, rows, rows, int32, types.int64))
     for activation, kernel in elementwise.gated_activation_kernels.items():
         yield Specimen(f"gated_activation {activation}", kernel, (rows, rows))
 
@@ -96,7 +97,7 @@ def specimens() -> Iterator[Specimen]:
         yield Specimen(
             f"paged_attention {kind}",
             attention,
-            (array(f32, 3), heads, pages, pages, *sequences, f32, types.int64, f32),
+            (array(f32, 3), heads, pages, pages, *sequences, f32, types.int64, f32, types.int64, heads),
         )
         blocks = modules["blocks"]
         yield Specimen(f"copy_blocks {kind}", blocks.copy_blocks_kernel, (pool, pool, int64, int64))

@@ -27,6 +27,7 @@ class Problem:
     contexts: tuple[int, ...] = (9,)
     queries: tuple[int, ...] = (1,)
     window: int = 0
+    sinks: int = 0  #: with a window: the first tokens, which all queries see
     soft_cap: float = 0.0
     kind: str = "float32"
     fill: float = 0.0  #: what the slots hold that no query sees
@@ -37,7 +38,7 @@ class Problem:
         """A test's id."""
         return (
             f"h{self.heads}/{self.kv_heads} d{self.head_dim} b{self.block_size} c{_short(self.contexts)} "
-            f"q{_short(self.queries)} w{self.window} cap{self.soft_cap:g} {self.kind}"
+            f"q{_short(self.queries)} w{self.window}+{self.sinks} cap{self.soft_cap:g} {self.kind}"
         ).replace(" ", "-")
 
     @property
@@ -46,7 +47,10 @@ class Problem:
         return float(self.head_dim**-0.5)
 
     def numbers(self, sequence: int) -> tuple[Array, Array, Array]:
-        """q [context, NH, D], and k and v [context, KVH, D] as they come back from the pages."""
+        """q [context, NH, D], and k and v [context, KVH, D] as they come back from the pages.
+
+        q and k count as rotated by their positions in the sequence.
+        """
         context = self.contexts[sequence]
         rng = np.random.default_rng((self.seeds or range(len(self.contexts)))[sequence])
         width = self.heads + 2 * self.kv_heads
@@ -54,10 +58,15 @@ class Problem:
         q, k, v = np.split(qkv, [self.heads, self.heads + self.kv_heads], axis=1)
         return q, rounded(k, self.kind), rounded(v, self.kind)
 
-    def first_seen(self, sequence: int) -> int:
-        """The first token of a sequence that one of its queries sees."""
-        first_query = self.contexts[sequence] - self.queries[sequence]
-        return max(first_query - self.window + 1, 0) if self.window else 0
+    def seen(self, sequence: int) -> list[int]:
+        """The tokens of a sequence that its queries see, or one of them."""
+        first_query, context = self.contexts[sequence] - self.queries[sequence], self.contexts[sequence]
+        return sorted({token for position in range(first_query, context) for token in self.seen_from(position)})
+
+    def seen_from(self, position: int) -> list[int]:
+        """The tokens that a query sees: what a cache holds of the sinks and of the last ones, itself included."""
+        recent = range(max(position - self.window + 1, 0) if self.window else 0, position + 1)
+        return [token for token in range(position + 1) if token < self.sinks or token in recent]
 
     def arguments(self, impl: Implementation) -> tuple[Any, ...]:
         """All arguments of ``paged_attention`` but ``out``, on the device."""
@@ -67,11 +76,14 @@ class Problem:
         tables = np.full((len(needed), max(needed) + 1), -1, np.int32)
         plain = (num_blocks, self.kv_heads, self.block_size, self.head_dim)
         keys, values = np.full(plain, self.fill, np.float32), np.full(plain, self.fill, np.float32)
-        queries = []
+        queries, sink_queries = [], []
         for s, context in enumerate(self.contexts):
             q, k, v = self.numbers(s)
-            queries.append(q[context - self.queries[s] :])
-            seen = np.arange(self.first_seen(s), context)
+            asked = range(context - self.queries[s], context)
+            queries.append(q[asked])
+            # The sinks meet each query at its place in the cache.
+            sink_queries += [rotate(q[p].astype(np.float64), len(self.seen_from(p)) - 1 - p) for p in asked]
+            seen = np.array(self.seen(s), np.int64)
             for block in np.unique(seen // self.block_size):
                 tables[s, block] = free.pop()
             places = tables[s, seen // self.block_size], slice(None), seen % self.block_size
@@ -80,7 +92,9 @@ class Problem:
         lengths = np.array(self.contexts, np.int32), query_start
         pages = impl.key_pages(keys, self.kind), impl.value_pages(values, self.kind)
         arrays = (impl.array(a) for a in (tables, *lengths))
-        return (impl.array(np.concatenate(queries)), *pages, *arrays, self.scale, self.window, self.soft_cap)
+        numbers = self.scale, self.window, self.soft_cap
+        sinks = (self.sinks, impl.array(np.array(sink_queries, np.float32))) if self.sinks else ()
+        return (impl.array(np.concatenate(queries)), *pages, *arrays, *numbers, *sinks)
 
     def attend(self, impl: Implementation) -> Array:
         """The result [T, NH, D] of an implementation, on the host."""
@@ -90,16 +104,23 @@ class Problem:
         return impl.host(out)
 
     def formula(self) -> Array:
-        """The same result by the definition of attention, in float64, a query and a head at a time."""
+        """The same result by the definition of attention, in float64, a query and a head at a time.
+
+        With sinks, the query and all keys that it sees are rotated from their positions in the sequence to those in the
+        cache, one by one.
+        """
         results = []
         for s, context in enumerate(self.contexts):
             q, k, v = (x.astype(np.float64) for x in self.numbers(s))
             for position in range(context - self.queries[s], context):
-                first = max(position - self.window + 1, 0) if self.window else 0
-                heads = range(self.heads)
-                results.append(
-                    [self._one(q[position, h], k[first : position + 1], v[first : position + 1], h) for h in heads]
-                )
+                seen = self.seen_from(position)
+                query, keys = q[position], k[seen]
+                if self.sinks:
+                    keys = np.array(
+                        [rotate(key, i - token) for i, (key, token) in enumerate(zip(keys, seen, strict=True))]
+                    )
+                    query = rotate(query, len(seen) - 1 - position)
+                results.append([self._one(query[head], keys, v[seen], head) for head in range(self.heads)])
         return np.array(results)
 
     def _one(self, q: Array, k: Array, v: Array, head: int) -> Array:
@@ -115,6 +136,14 @@ class Problem:
         seeds = self.seeds or tuple(range(len(self.contexts)))
         alone = {"contexts": (stop,), "queries": (count,), "seeds": (seeds[sequence],)}
         return replace(self, **alone, shuffle=self.shuffle + 1)
+
+
+def rotate(x: Array, distance: float) -> Array:
+    """x [heads, D] with dim i and dim i + D // 2 turned as rotary positions do over a distance; the odd dim stays."""
+    half = x.shape[-1] // 2
+    turned = x[:, :half] + 1j * x[:, half : 2 * half]
+    turned = turned * np.exp(1j * distance * 100.0 ** -(np.arange(half) / max(half, 1)))
+    return np.concatenate([turned.real, turned.imag, x[:, 2 * half :]], axis=-1)
 
 
 def _short(numbers: tuple[int, ...]) -> str:

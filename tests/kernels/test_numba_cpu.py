@@ -36,10 +36,13 @@ def everything(tokens: int, size: int, context: int) -> dict[str, Array]:
     for kind in WEIGHT_KINDS:
         results[f"linear {kind}"] = CPU.result("linear", x.shape, x, CPU.weight(normal(4, size, size), kind), bias)
     for kind in STORAGES:
-        for window in (0, 1, 7):
-            problem = Problem(6, 2, 20, 4, (context, 3), (context, 1), window=window, kind=kind, fill=np.nan)
-            results[f"attention {kind} {window}"] = problem.attend(CPU)
+        for window, sinks in ((0, 0), (1, 0), (7, 0), (7, 5)):
+            sight = {"window": window, "sinks": sinks}
+            problem = Problem(6, 2, 20, 4, (context, 3), (context, 1), **sight, kind=kind, fill=np.nan)
+            results[f"attention {kind} {window} {sinks}"] = problem.attend(CPU)
         results |= rope_and_cache(tokens, size, kind)
+    heads, tables = normal(8, tokens, 2, size), (normal(6, tokens, size // 2), normal(7, tokens, size // 2))
+    results["rope"] = CPU.result("rope", heads.shape, heads, *tables, np.arange(tokens, dtype=np.int32), tokens // 2)
     return results
 
 

@@ -100,6 +100,32 @@ def test_window(impl: Implementation, case: Problem) -> None:
     compare(impl, case.attend, case.formula, 1e-5)
 
 
+@cases(
+    [
+        replace(MIXED, window=w, sinks=k, block_size=b)
+        for w in (1, 8, 40, 129)
+        for k in (1, 4, 7, 130)
+        for b in (1, 4, 16)
+    ]
+    + [replace(p, window=5, sinks=3) for p in odd_shapes()[::5]]
+    + [replace(MIXED, window=9, sinks=4, kind=kind, soft_cap=20.0) for kind in STORAGES],
+    [replace(SMALL[2], window=w, sinks=k, block_size=b) for w, k, b in ((3, 5, 4), (1, 1, 1), (20, 4, 16))],
+)
+def test_sinks(impl: Implementation, case: Problem) -> None:
+    """Queries see the sinks and the window, with all keys rotated to their places in the cache (StreamingLLM)."""
+    compare(impl, case.attend, case.formula, 1e-5)
+
+
+@each_implementation
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_sinks_within_the_window_change_nothing(impl: Implementation, block_size: int) -> None:
+    """As long as sinks and window hold the whole sequence, attention is that without either; then it is not."""
+    whole = Problem(contexts=(12,), queries=(12,), block_size=block_size)
+    sinks = replace(whole, window=7, sinks=4).attend(impl)
+    assert_close(sinks[:11], whole.attend(impl)[:11], 1e-6)
+    assert np.abs(sinks[11] - whole.attend(impl)[11]).max() > 1e-3
+
+
 @each_implementation
 def test_window_of_one_is_the_value(impl: Implementation) -> None:
     """A token that sees itself alone gets its own value, exactly (MP-51)."""
@@ -117,8 +143,12 @@ def test_soft_cap(impl: Implementation, case: float) -> None:
 
 
 @cases(
-    [replace(p, kind=kind) for p in (*SMALL, MIXED, replace(MIXED, window=5)) for kind in STORAGES],
-    [SMALL[1], replace(SMALL[2], window=3)],
+    [
+        replace(p, kind=kind)
+        for p in (*SMALL, MIXED, replace(MIXED, window=5), replace(MIXED, window=5, sinks=3))
+        for kind in STORAGES
+    ],
+    [SMALL[1], replace(SMALL[2], window=3), replace(SMALL[2], window=3, sinks=5, block_size=4)],
 )
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison: float) -> None:
@@ -128,7 +158,15 @@ def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison
     assert_same_bits(replace(case, fill=poison).attend(impl), clean)
 
 
-@cases([MIXED, replace(MIXED, window=7, kind="float16"), Problem(8, 1, 64, 16, (300,), (300,))], [SMALL[2]])
+@cases(
+    [
+        MIXED,
+        replace(MIXED, window=7, kind="float16"),
+        replace(MIXED, window=7, sinks=6),
+        Problem(8, 1, 64, 16, (300,), (300,)),
+    ],
+    [SMALL[2], replace(SMALL[2], window=3, sinks=5)],
+)
 def test_a_query_does_not_depend_on_its_company(impl: Implementation, case: Problem) -> None:
     """Each query has the same bits alone: another batch, another chunk, other physical blocks."""
     together = case.attend(impl)
@@ -150,7 +188,8 @@ def problems(draw: st.DrawFn) -> Problem:
         block_size=draw(st.integers(1, 33)),
         contexts=lengths,
         queries=lengths,
-        window=draw(st.sampled_from([0, 0, 1, 5, 64])),
+        window=(window := draw(st.sampled_from([0, 0, 1, 5, 64]))),
+        sinks=draw(st.sampled_from([0, 1, 4, 20])) if window else 0,
         soft_cap=draw(st.sampled_from([0.0, 30.0])),
         kind=draw(st.sampled_from(STORAGES)),
         fill=np.nan,

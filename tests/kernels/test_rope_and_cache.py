@@ -1,4 +1,4 @@
-"""rope_and_cache, every implementation."""
+"""rope and rope_and_cache, every implementation."""
 
 from __future__ import annotations
 
@@ -162,3 +162,26 @@ def test_a_token_does_not_depend_on_the_batch(impl: Implementation) -> None:
         one = slice(t, t + 1)
         alone = call(impl, shape, (qkv[one], cos, sin, positions[one], slots[one])).qkv
         assert_same_bits(alone, together[one])
+
+
+def rope(impl: Implementation, shape: Shape, arrays: tuple[Array, ...], last: int, in_place: bool) -> Array:
+    """The queries of a buffer rotated by the op ``rope``, on the host."""
+    qkv, cos, sin, positions = map(impl.array, arrays[:4])
+    q = qkv[:, : shape.heads]
+    out = q if in_place else impl.array(np.full((shape.tokens, shape.heads + 1, shape.head_dim), np.nan, np.float32))
+    impl.run("rope", out[:, : shape.heads], q, cos, sin, positions, last)
+    if not in_place:
+        assert_same_bits(impl.host(q), arrays[0][:, : shape.heads])
+        assert np.isnan(impl.host(out)[:, shape.heads :]).all()
+    return impl.host(out)[:, : shape.heads]
+
+
+@cases(SHAPES, SMALL_SHAPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rope_is_the_rotation_to_a_position_that_ends(impl: Implementation, case: Shape, in_place: bool) -> None:
+    """``rope`` gives the bits of rope_and_cache at the position min(p, last), to a buffer of its own or in place."""
+    qkv, cos, sin, positions, slots = inputs(case)
+    for last in (0, 1000, POSITIONS):
+        expected = call(impl, case, (qkv, cos, sin, np.minimum(positions, last), slots)).qkv
+        result = rope(impl, case, (qkv, cos, sin, positions), last, in_place)
+        assert_same_bits(result, expected[:, : case.heads])

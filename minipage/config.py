@@ -66,6 +66,7 @@ class EngineConfig:
     preemption_mode: str = "recompute"
     swap_space: int | str = 0
     sliding_window: int | None = None
+    attention_sinks: int = 0
     num_threads: int | None = None
     seed: int = 0
 
@@ -82,6 +83,7 @@ class EngineConfig:
         for name in ("num_blocks", "max_model_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 1, (1 << 31) - 1))
+        self._set("attention_sinks", _integer("attention_sinks", self.attention_sinks, 0, (1 << 31) - 1))
         if self.num_threads is not None:
             self._set("num_threads", _integer("num_threads", self.num_threads, 1, 1 << 12))
         self._set("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))

@@ -31,7 +31,8 @@ class LLM:
         kv_cache_dtype: of K and V; "auto" is the dtype of the weights.
         block_size: tokens a block holds.
         num_blocks: blocks to hold; None takes them from ``kv_cache_memory`` (bytes, or "512MiB"), or from what is free.
-        max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows.
+        max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows. It may be more where
+            every layer has a window, since what a token sees then never gets longer.
         max_num_seqs: the most sequences that run at once.
         max_num_batched_tokens: the most tokens that a step computes; longer prompts are computed in chunks.
         enable_prefix_caching: keep the blocks of what was computed and find them again for prompts that begin alike.
@@ -39,6 +40,8 @@ class LLM:
             and come back) or "auto", the cheaper by measurement.
         swap_space: host memory to swap to, in bytes or as "1GiB"; where it is short, requests are recomputed.
         sliding_window: let every layer see the last so many tokens only, whatever the model's config says.
+        attention_sinks: with a window in every layer, let all tokens see the first so many as well, at the positions that
+            they have in the cache: text then stays fluent beyond the trained length (StreamingLLM, Xiao et al. 2023; four do).
         num_threads: CPU threads; None is the number of physical cores.
         seed: seeds the requests that have no seed of their own.
 
@@ -64,6 +67,7 @@ class LLM:
         preemption_mode: str = "recompute",
         swap_space: int | str = 0,
         sliding_window: int | None = None,
+        attention_sinks: int = 0,
         num_threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -82,6 +86,7 @@ class LLM:
             preemption_mode=preemption_mode,
             swap_space=swap_space,
             sliding_window=sliding_window,
+            attention_sinks=attention_sinks,
             num_threads=num_threads,
             seed=seed,
         )

@@ -49,3 +49,4 @@ class ModelConfig:
     dtype: str  #: "float32" | "bfloat16" | "float16", as the file says
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention_sinks: int = 0  #: with windows: the first tokens of a sequence, that all see (StreamingLLM)

@@ -49,14 +49,18 @@ class Attention:
         self.qkv, self.qkv_bias = params[prefix + "qkv"], params.get(prefix + "qkv_bias")
         self.output, self.output_bias = params[prefix + "o"], params.get(prefix + "o_bias")
         self.scale = config.head_dim**-0.5
-        self.window = window
+        self.window, self.sinks = window, config.attention_sinks
 
     def __call__(self, ops: Any, out: Array, x: Array, buffers: Buffers, batch: Batch, pages: Pages) -> None:
-        q, k, v, attended = buffers.q, buffers.k, buffers.v, buffers.attended
+        q, k, v, sink_q, attended = buffers.q, buffers.k, buffers.v, buffers.sink_q, buffers.attended
         ops.linear(buffers.qkv, x, self.qkv, self.qkv_bias)
-        ops.rope_and_cache(q, k, v, buffers.cos, buffers.sin, batch.positions, *pages[:2], batch.slots[pages.group])
+        angles = buffers.cos, buffers.sin, batch.positions
+        if self.sinks:  # the query as it meets the sinks, at its position in the cache: sinks, then the window
+            ops.rope(sink_q, q, *angles, self.sinks + self.window - 1)
+        ops.rope_and_cache(q, k, v, *angles, *pages[:2], batch.slots[pages.group])
         lengths = (batch.block_tables[pages.group], batch.context_lens, batch.query_start)
-        ops.paged_attention(attended, q, *pages[:2], *lengths, self.scale, self.window, 0.0)
+        sight = self.scale, self.window, 0.0, self.sinks, sink_q
+        ops.paged_attention(attended, q, *pages[:2], *lengths, *sight)
         ops.linear(out, buffers.attended_rows, self.output, self.output_bias)
 
 
@@ -97,6 +101,8 @@ class Layer:
 class Buffers:
     """The activations of a step of up to T tokens, allocated once; :meth:`rows` gives views of the first tokens."""
 
+    _ROWS = ("hidden", "normed", "qkv", "sink_q", "attended_rows", "gate_up", "activated")  #: arrays with a row a token
+
     def __init__(self, config: ModelConfig, device: Device, max_tokens: int, num_positions: int) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._config = config
@@ -108,6 +114,7 @@ class Buffers:
         self.normed = empty(max_tokens, config.hidden_size)
         self.qkv = empty(max_tokens, (heads + 2 * kv_heads) * dim)
         self.attended_rows = empty(max_tokens, heads * dim)
+        self.sink_q = empty(max_tokens, heads, dim) if config.attention_sinks else None
         self.gate_up = empty(max_tokens, 2 * config.intermediate_size)
         self.activated = empty(max_tokens, config.intermediate_size)
         self.cos, self.sin = (device.array(table) for table in rope_tables(config.rope, num_positions))
@@ -122,24 +129,16 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers and tables."""
-        owned = (
-            self.hidden,
-            self.normed,
-            self.qkv,
-            self.attended_rows,
-            self.gate_up,
-            self.activated,
-            self.cos,
-            self.sin,
-        )
-        return sum(int(array.nbytes) for array in owned)
+        owned = (getattr(self, name) for name in (*self._ROWS, "cos", "sin"))
+        return sum(int(array.nbytes) for array in owned if array is not None)
 
     def rows(self, num_tokens: int) -> Buffers:
         """The same buffers, cut to the first ``num_tokens`` rows; the rotary tables stay whole."""
         part = object.__new__(Buffers)
         part._config, part.cos, part.sin = self._config, self.cos, self.sin
-        for name in ("hidden", "normed", "qkv", "attended_rows", "gate_up", "activated"):
-            setattr(part, name, getattr(self, name)[:num_tokens])
+        for name in self._ROWS:
+            whole = getattr(self, name)
+            setattr(part, name, None if whole is None else whole[:num_tokens])
         part._split_heads()
         return part
 

@@ -27,6 +27,7 @@ from .runner import Runner
 from .scheduler import Scheduler
 
 _MOST_POSITIONS = 1 << 24  #: that rotary tables are made for, whatever a config claims
+_MOST_ROLLING = 1 << 20  #: the same beyond what a model claims; 512 MiB of tables at a head size of 128
 
 logger = logging.getLogger("minipage")
 
@@ -66,9 +67,7 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple[Engine, ModelInfo]:
-    model_config = checkpoint.model_config()
-    if config.sliding_window is not None:
-        model_config = replace(model_config, windows=(config.sliding_window,) * model_config.num_layers)
+    model_config = _with_windows(checkpoint.model_config(), config)
     if model_config.head_dim > MAX_HEAD_DIM:
         raise ModelLoadError(
             f"{checkpoint.config_file}: head_dim={model_config.head_dim}; allowed: up to {MAX_HEAD_DIM}"
@@ -88,7 +87,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         num_positions=max_model_len,
     )
-    groups, layer_groups = group_layers(model_config.windows)
+    groups, layer_groups = group_layers(model_config.windows, model_config.attention_sinks)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     shape = kv_shape(model_config, config.block_size, kv_dtype, layer_groups.count(0))
     num_blocks, message = plan_num_blocks(
@@ -142,7 +141,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     return engine, info
 
 
-def group_layers(windows: Sequence[int]) -> tuple[list[Group], list[int]]:
+def group_layers(windows: Sequence[int], sinks: int = 0) -> tuple[list[Group], list[int]]:
     """Groups of layers that see alike, all of the size of the smallest kind, and the group of each layer.
 
     The last group of a kind may have fewer layers; its blocks are as large as the others' all the same.
@@ -153,7 +152,7 @@ def group_layers(windows: Sequence[int]) -> tuple[list[Group], list[int]]:
     for index, window in enumerate(windows):
         if windows[:index].count(window) % size == 0:
             newest = len(groups)
-            groups.append(Group(window))
+            groups.append(Group(window, sinks))
         else:
             newest = max(group for group, previous in zip(layer_groups, windows, strict=False) if previous == window)
         layer_groups.append(newest)
@@ -181,10 +180,35 @@ def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: 
     return frozenset(token_id for token_id in ids if 0 <= token_id < model_config.vocab_size)
 
 
+def _with_windows(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with the windows and sinks that were asked for."""
+    if config.sliding_window is not None:
+        model_config = replace(model_config, windows=(config.sliding_window,) * model_config.num_layers)
+    sinks, rope = config.attention_sinks, model_config.rope
+    if sinks and not all(model_config.windows):
+        raise InvalidArgumentError(
+            f"attention_sinks={sinks} is not allowed: not all layers of this model have a window; give sliding_window too"
+        )
+    if sinks and rope.kind == "dynamic":
+        # The kind looks at how long the sequence is, which with sinks is what the cache holds.
+        longest = sinks + max(model_config.windows)
+        if longest > rope.original_max_position:
+            raise InvalidArgumentError(
+                f"attention_sinks={sinks} and a window of {longest - sinks} are not allowed: with this model's rope_type "
+                f"dynamic they must be at most {rope.original_max_position} together"
+            )
+        rope = replace(rope, kind="default")
+    return replace(model_config, attention_sinks=sinks, rope=rope)
+
+
 def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
-    longest = min(model_config.max_position_embeddings, _MOST_POSITIONS)
+    longest = trained = min(model_config.max_position_embeddings, _MOST_POSITIONS)
+    seen = max(model_config.windows) + model_config.attention_sinks
+    if all(model_config.windows) and seen <= trained:
+        longest = max(longest, _MOST_ROLLING)  # distances stay as trained
     if config.max_model_len is not None and config.max_model_len > longest:
         raise InvalidArgumentError(
             f"max_model_len={config.max_model_len} is not allowed; this model takes at most {longest}"
+            + ("" if longest > trained else ", and more where all layers have a window of less (sliding_window)")
         )
-    return config.max_model_len or longest
+    return config.max_model_len or trained

@@ -52,23 +52,33 @@ class Reference:
             x / np.sqrt(variance + np.asarray(self.config["rms_norm_eps"], self.dtype)) * self.weight(name + ".weight")
         )
 
-    def logits(self, token_ids: Sequence[int], window: int | None = None) -> Array:
-        """Logits [T, V] after each of ``token_ids``. A ``window`` W lets a token see itself and the W-1 before it."""
+    def logits(self, token_ids: Sequence[int], window: int | None = None, sinks: int = 0) -> Array:
+        """Logits [T, V] after each of ``token_ids``. A ``window`` W lets a token see itself and the W-1 before it.
+
+        With ``sinks`` it sees the first tokens too, and positions are those in the cache (StreamingLLM).
+        """
         x = self.weight("model.embed_tokens.weight")[np.asarray(token_ids)]
         cos, sin = (table.astype(self.dtype) for table in rope_tables(self.config, self.head_dim, len(token_ids)))
         for i in range(self.config["num_hidden_layers"]):
             layer = f"model.layers.{i}."
-            x = x + self.attention(self.norm(x, layer + "input_layernorm"), layer + "self_attn.", cos, sin, window)
+            normed, name = self.norm(x, layer + "input_layernorm"), layer + "self_attn."
+            if sinks and window:
+                x = x + self.streaming_attention(normed, name, cos, sin, window, sinks)
+            else:
+                x = x + self.attention(normed, name, cos, sin, window)
             x = x + self.mlp(self.norm(x, layer + "post_attention_layernorm"), layer + "mlp.")
         x = self.norm(x, "model.norm")
         return x @ self.weight("model.embed_tokens.weight" if self.tied else "lm_head.weight").T
 
+    def heads(self, x: Array, name: str) -> tuple[Array, Array, Array]:
+        """q [T, NH, D], k and v [T, KVH, D] of x [T, H], before any rotation."""
+        counts = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
+        q, k, v = (self.linear(x, name + part).reshape(len(x), count, -1) for part, count in counts.items())
+        return q, k, v
+
     def attention(self, x: Array, name: str, cos: Array, sin: Array, window: int | None) -> Array:
         """Causal attention of x [T, H] over itself."""
-        tokens = len(x)
-        q = self.linear(x, name + "q_proj").reshape(tokens, self.num_heads, self.head_dim)
-        k = self.linear(x, name + "k_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
-        v = self.linear(x, name + "v_proj").reshape(tokens, self.num_kv_heads, self.head_dim)
+        tokens, (q, k, v) = len(x), self.heads(x, name)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = np.empty_like(q)
         for head, start in itertools.product(range(self.num_heads), range(0, tokens, QUERIES_AT_ONCE)):
@@ -79,6 +89,24 @@ class Reference:
             scores[(age < 0) | (age >= (window or tokens))] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             out[start:stop, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[:stop, shared]
+        return self.linear(out.reshape(tokens, -1), name + "o_proj")
+
+    def streaming_attention(self, x: Array, name: str, cos: Array, sin: Array, window: int, sinks: int) -> Array:
+        """A rolling cache token by token: what it holds is rotated anew for each query, by the places in the cache."""
+        tokens, (q, k, v) = len(x), self.heads(x, name)
+        out = np.empty_like(q)
+        cache: list[int] = []
+        for token in range(tokens):
+            cache.append(token)
+            if len(cache) > sinks + window:
+                del cache[sinks]
+            size = len(cache)
+            keys, query = rotate(k[cache], cos[:size], sin[:size]), rotate(q[[token]], cos[[size - 1]], sin[[size - 1]])
+            for head in range(self.num_heads):
+                shared = head * self.num_kv_heads // self.num_heads
+                scores = keys[:, shared] @ query[0, head] * np.asarray(self.head_dim**-0.5, self.dtype)
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights / weights.sum() @ v[cache, shared]
         return self.linear(out.reshape(tokens, -1), name + "o_proj")
 
     def mlp(self, x: Array, name: str) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -150,6 +151,22 @@ class LLM:
     def stats(self) -> Stats:
         """Blocks, requests and counters; see :class:`~minipage.engine.stats.Stats`."""
         return self.engine.stats()
+
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Write the prefix cache to a safetensors file, and return how many blocks it has.
+
+        A process that loads it answers prompts that begin alike without computing their beginnings. The file holds the tokens
+        of those prompts, and their salts.
+        """
+        return self.engine.save_prefix_cache(path)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Add what :meth:`save_prefix_cache` wrote, on this device or another; returns how many blocks there was room for.
+
+        Nothing cached is given up for it. Raises InvalidArgumentError, with nothing changed, for a file of another model,
+        dtype, block size or window, or one that is damaged. K and V in it are believed: load what you trust.
+        """
+        return self.engine.load_prefix_cache(path)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming the block, where reference counts, tables and free list disagree."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import select
 import signal
 import subprocess
 import sys
@@ -226,13 +227,18 @@ def test_a_bad_json_line_is_named(run: Callable[..., tuple[int, str, str]], tmp_
 
 def test_json_is_all_of_standard_output(run: Callable[..., tuple[int, str, str]]) -> None:
     """One object a line with the names of RequestOutput and CompletionOutput."""
-    code, out, _ = run("generate", "--json", "a*", "b>", "--n", "2")
+    code, out, _ = run("generate", "--json", "a*", "b>", "--n", "2", "--logprobs", "2")
     results = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [result["prompt"] for result in results] == ["a*", "b>"]
     assert [completion["index"] for completion in results[0]["outputs"]] == [0, 1]
     first = results[0]["outputs"][0]
     assert (first["text"], first["finish_reason"], len(first["token_ids"])) == ("né", "stop", 4)
+    assert first["logprobs"][0][str(ord("n"))] == {
+        "logprob": pytest.approx(0, abs=1e-4),
+        "rank": 1,
+        "decoded_token": "n",
+    }
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
@@ -334,6 +340,68 @@ def test_chat_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = talker(tmp_path, chat_template=None)
     assert main(["chat", "--model", str(path), "--device", "reference", "--num-blocks", "8"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+class Terminal:
+    """A command on a terminal of its own: keys go in, what the screen shows comes out."""
+
+    def __init__(self, *command: str) -> None:
+        spawn = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", spawn, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._shown = b""
+
+    def press(self, keys: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(keys)
+
+    def wait_for(self, text: bytes) -> None:
+        """Read on until ``text`` is shown after what was waited for before."""
+        assert self._process.stdout is not None
+        while text not in self._shown:
+            ready, _, _ = select.select([self._process.stdout], [], [], 60)
+            more = self._process.stdout.read(4096) if ready else b""
+            assert more, f"{text!r} was not shown, but {self._shown!r}"
+            self._shown += more
+        self._shown = self._shown.partition(text)[2]
+
+    def exit_code(self) -> int:
+        return self._process.wait(timeout=60)
+
+
+def test_chat_on_a_terminal(model: str) -> None:
+    """Ctrl-C stops an answer, at the prompt it ends nothing, and Ctrl-D ends the program."""
+    command = [
+        sys.executable,
+        "-m",
+        "minipage",
+        "chat",
+        "--model",
+        model,
+        "--device",
+        "reference",
+        "--num-blocks",
+        "200",
+    ]
+    terminal = Terminal(*command, "--max-tokens", "2000")
+    terminal.wait_for(b"> ")
+    terminal.press(b"hi>\n")
+    terminal.wait_for(b"Paris.")
+    terminal.wait_for(b"> ")
+    terminal.press(b"~\n")
+    terminal.wait_for(b"xyxyxyxy")
+    terminal.press(b"\x03")
+    terminal.wait_for(b"stopped")
+    terminal.wait_for(b"> ")
+    terminal.press(b"\x03")
+    terminal.wait_for(b"Ctrl-D or /exit ends")
+    terminal.wait_for(b"> ")
+    terminal.press(b"*\n")
+    terminal.wait_for("né".encode())
+    terminal.wait_for(b"> ")
+    terminal.press(b"\x04")
+    assert terminal.exit_code() == 0
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------

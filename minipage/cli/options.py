@@ -51,6 +51,7 @@ SAMPLING_OPTIONS = (
     Option("frequency_penalty", float, "on tokens by their count in the output; 0 is none"),
     Option("seed", int, "makes a sampled output the same each time"),
     Option("min_tokens", int, "fewest tokens of output"),
+    Option("logprobs", int, "with --json: report this many of the most likely tokens, and the chosen one"),
 )
 
 

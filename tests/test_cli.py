@@ -26,6 +26,7 @@ from minipage.cli.chat import Chat
 from minipage.cli.console import CatchInterrupt
 from minipage.cli.main import build_parser
 from minipage.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, engine_keywords, sampling_params
+from minipage.config import EngineConfig
 from minipage.inspection import SHAREGPT_MEAN_LENGTHS, inspect_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,12 +159,14 @@ def test_options_become_keywords() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_every_option_is_a_keyword_that_exists(command: str) -> None:
-    """LLM and SamplingParams know all that the commands offer."""
+    """LLM and SamplingParams know all that the commands offer, and the commands offer all of LLM's."""
     args = build_parser().parse_args([command])
     for option in (*ENGINE_OPTIONS, *SAMPLING_OPTIONS):
         setattr(args, option.keyword, None)
     inspect.signature(LLM.__init__).bind(None, None, **engine_keywords(args))
     assert {option.keyword for option in SAMPLING_OPTIONS} <= {field.name for field in fields(SamplingParams)}
+    offered = {option.keyword for option in ENGINE_OPTIONS} | {"enable_prefix_caching"}
+    assert offered == {field.name for field in fields(EngineConfig)} - {"seed"}  # --seed is each request's own
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
@@ -451,6 +454,23 @@ def test_capacity_beside_a_static_cache(tmp_path: Path) -> None:
     assert capacity.paged_waste == pytest.approx(13 / 512)
     assert capacity.static_waste == pytest.approx(525 / 1024)
     assert capacity.paged_waste < 0.04
+
+
+def test_capacity_of_layers_with_a_window(tmp_path: Path) -> None:
+    """A layer of each kind, as the engine groups them. By hand: a request of 100 tokens takes 25 blocks of 4 in the layer
+    that sees all, and 11/4 rounded up, and one, in the one that sees 11; in all 4 * 29 slots for 111 tokens that are seen."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
+    path = str(history_model(tmp_path, seed=3, **layers))
+    report = inspect_model(path, device="reference", block_size=4)
+    with LLM(path, device="reference", block_size=4, kv_cache_memory="64KiB") as llm:
+        assert report.kv_shape == llm.info.kv_shape
+        capacity = report.capacity(64 << 10, 100, max_model_len=200)
+        assert capacity.num_blocks == llm.stats().num_blocks == 128
+    assert report.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
+    assert capacity.num_tokens == 256
+    assert (capacity.paged_requests, capacity.static_requests) == (128 // 29, 65536 // (200 * 256))
+    assert capacity.paged_waste == pytest.approx(1 - 111 / (4 * 29))
+    assert capacity.static_waste == pytest.approx(1 - 111 / 400)
 
 
 def test_inspect_prints_for_people_and_programs(run: Callable[..., tuple[int, str, str]]) -> None:

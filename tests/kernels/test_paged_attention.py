@@ -128,7 +128,15 @@ def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison
     assert_same_bits(replace(case, fill=poison).attend(impl), clean)
 
 
-@cases([MIXED, replace(MIXED, window=7, kind="float16"), Problem(8, 1, 64, 16, (300,), (300,))], [SMALL[2]])
+@cases(
+    [
+        MIXED,
+        replace(MIXED, window=7, kind="float16"),
+        Problem(8, 1, 64, 16, (300,), (300,)),
+        Problem(3, 1, 16, 4, (400,), (300,), window=150),
+    ],
+    [SMALL[2]],
+)
 def test_a_query_does_not_depend_on_its_company(impl: Implementation, case: Problem) -> None:
     """Each query has the same bits alone: another batch, another chunk, other physical blocks."""
     together = case.attend(impl)
@@ -150,7 +158,7 @@ def problems(draw: st.DrawFn) -> Problem:
         block_size=draw(st.integers(1, 33)),
         contexts=lengths,
         queries=lengths,
-        window=draw(st.sampled_from([0, 0, 1, 5, 64])),
+        window=draw(st.sampled_from([0, 0, 1, 5, 64, 130])),
         soft_cap=draw(st.sampled_from([0.0, 30.0])),
         kind=draw(st.sampled_from(STORAGES)),
         fill=np.nan,

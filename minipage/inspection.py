@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from .config import EngineConfig
 from .device import open_device
 from .device.kv_cache import KVShape
-from .engine.loading import kv_shape
+from .engine.loading import group_layers, kv_shape
 from .errors import InvalidArgumentError
 from .kernels.dtypes import STORAGE
 from .kernels.ops import WEIGHT_KINDS, Ops
@@ -30,7 +30,7 @@ SHAREGPT_MEAN_LENGTHS = (161, 338)
 class Capacity:
     """Requests of one length in a KV cache: in pages, and in a static cache that reserves ``max_model_len`` tokens for each.
 
-    Waste is the share of what the requests reserve that holds no token.
+    Waste is the share of what the requests reserve that holds no token which is still seen.
     """
 
     memory: int  #: bytes
@@ -54,7 +54,13 @@ class ModelReport:
     file_bytes: int  #: of the files that hold its tensors
     file_dtypes: dict[str, int]  #: number of parameters by dtype, as the files call it, most first
     weight_bytes: dict[str, int]  #: what the loaded weights take, by the kind of the linear layers
-    kv_shape: KVShape
+    kv_shape: KVShape  #: of what a block holds: a token's K and V in one group of layers that see alike
+    windows: tuple[int, ...]  #: the window of each group of layers; 0: they see all tokens
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self.kv_shape.bytes_per_token * len(self.windows)
 
     def capacity(self, memory: int, length: int, max_model_len: int | None = None) -> Capacity:
         """What a KV cache of ``memory`` bytes holds, as an engine with that ``kv_cache_memory`` sizes it."""
@@ -65,20 +71,27 @@ class ModelReport:
                 f"length={length} with max_model_len={longest} is not allowed; they must be 1 <= length <= max_model_len <= "
                 f"{model_len}, the most that this model takes"
             )
-        size = self.kv_shape.block_size
+        size, groups = self.kv_shape.block_size, len(self.windows)
         num_blocks = memory // self.kv_shape.bytes_per_block
-        blocks_each = -(-length // size)
+        blocks_each = sum(self._blocks_held(length, window) for window in self.windows)
+        seen = sum(min(length, window or length) for window in self.windows)
         return Capacity(
             memory=memory,
             length=length,
             max_model_len=longest,
             num_blocks=num_blocks,
-            num_tokens=num_blocks * size,
+            num_tokens=num_blocks // groups * size,
             paged_requests=num_blocks // blocks_each,
-            paged_waste=1 - length / (blocks_each * size),
-            static_requests=memory // (longest * self.kv_shape.bytes_per_token),
-            static_waste=1 - length / longest,
+            paged_waste=1 - seen / (blocks_each * size),
+            static_requests=memory // (longest * self.kv_bytes_per_token),
+            static_waste=1 - seen / (longest * groups),
         )
+
+    def _blocks_held(self, length: int, window: int) -> int:
+        """The most blocks that a sequence of ``length`` tokens holds in a group: those behind its window are given back."""
+        size = self.kv_shape.block_size
+        whole = -(-length // size)
+        return min(whole, -(-window // size) + 1) if window else whole
 
 
 def locate_model(model: str | None = None) -> str:
@@ -95,6 +108,8 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
     checkpoint = open_checkpoint(resolve_model(model))
     try:
         config = checkpoint.model_config()
+        if options.sliding_window is not None:
+            config = replace(config, windows=(options.sliding_window,) * config.num_layers)
         plan, source = parameters(config), checkpoint.source
         check(plan, source)
         specs = [spec for parameter in plan.parameters for spec in parameter.tensors]
@@ -106,6 +121,7 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
         checkpoint.close()
     dtype = config.dtype if options.dtype == "auto" else options.dtype
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    groups, layer_groups = group_layers(config.windows)
     return ModelReport(
         path=checkpoint.path,
         config=config,
@@ -113,7 +129,8 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
         file_bytes=sum(map(os.path.getsize, files)),
         file_dtypes=dict(file_dtypes.most_common()),
         weight_bytes=loaded_bytes(plan, dtype, options),
-        kv_shape=kv_shape(config, options.block_size, kv_dtype),
+        kv_shape=kv_shape(config, options.block_size, kv_dtype, layer_groups.count(0)),
+        windows=tuple(group.window for group in groups),
     )
 
 

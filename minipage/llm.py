@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,40 +99,53 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``. ``sampling_params`` is
         one for all, or one a prompt. One bad prompt is an error before any work starts. From several threads at once, all are
-        served together.
+        served together. Only requests with the same ``cache_salt`` share cached prefixes: who has another cannot tell from
+        how fast an answer comes what others have asked.
         """
         many = _prompt_list(prompts)
         params = _params_list(sampling_params, len(many))
-        requests = [self._prepare(prompt, each) for prompt, each in zip(many, params, strict=True)]
+        requests = [self._prepare(prompt, each, salt=cache_salt) for prompt, each in zip(many, params, strict=True)]
         return self._run(requests, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Search the most likely completions of one prompt or many; ``outputs`` of each are the best ``n``, the best first.
 
         ``outputs[j].score`` is the sum of logprobs over length ** length_penalty; an end-of-sequence token counts.
         """
-        requests = [self._prepare(prompt, params or BeamSearchParams()) for prompt in _prompt_list(prompts)]
+        params = params or BeamSearchParams()
+        requests = [self._prepare(prompt, params, salt=cache_salt) for prompt in _prompt_list(prompts)]
         return self._run(requests, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding its output each time that something is new; ``outputs[j].delta_text`` is the new text.
 
         Leaving the iteration early aborts the request.
         """
-        return self._stream(self._prepare(prompt, sampling_params or SamplingParams()))
+        return self._stream(self._prepare(prompt, sampling_params or SamplingParams(), salt=cache_salt))
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or many: messages are dicts with "role" and "content", put through the model's chat template.
@@ -141,20 +155,43 @@ class LLM:
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = _params_list(sampling_params, len(many))
         requests = [
-            self._prepare_chat(each, options, template_options)  # type: ignore[arg-type]
+            self._prepare_chat(each, options, template_options, cache_salt)  # type: ignore[arg-type]
             for each, options in zip(many, params, strict=True)
         ]
         return self._run(requests, use_tqdm)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
-        return self._stream(self._prepare_chat(messages, sampling_params or SamplingParams(), template_options))
+        return self._stream(
+            self._prepare_chat(messages, sampling_params or SamplingParams(), template_options, cache_salt)
+        )
 
     def stats(self) -> Stats:
         """Blocks, requests and counters; see :class:`~minipage.engine.stats.Stats`."""
         return self.engine.stats()
+
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Write the prefix cache to a safetensors file, and return how many blocks it has.
+
+        A process that loads it answers prompts that begin alike without computing their beginnings. The file holds the tokens
+        of those prompts, and their salts.
+        """
+        return self.engine.save_prefix_cache(path)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Add what :meth:`save_prefix_cache` wrote, on this device or another; returns how many blocks there was room for.
+
+        Nothing cached is given up for it. Raises InvalidArgumentError, with nothing changed, for a file of another model,
+        dtype, block size or window, or one that is damaged. K and V in it are believed: load what you trust.
+        """
+        return self.engine.load_prefix_cache(path)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming the block, where reference counts, tables and free list disagree."""
@@ -171,10 +208,12 @@ class LLM:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
-    def _prepare(self, prompt: Prompt, params: Params, text: str | None = None) -> Request:
-        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, prompt_text=text)
+    def _prepare(self, prompt: Prompt, params: Params, text: str | None = None, salt: str | None = None) -> Request:
+        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, prompt_text=text, cache_salt=salt)
 
-    def _prepare_chat(self, messages: Messages, params: SamplingParams, options: Mapping[str, Any]) -> Request:
+    def _prepare_chat(
+        self, messages: Messages, params: SamplingParams, options: Mapping[str, Any], salt: str | None
+    ) -> Request:
         from .text.chat import encode_chat, render_chat
 
         tokenizer = self.engine.tokenizer
@@ -183,7 +222,7 @@ class LLM:
                 "this model has no tokenizer, so it has no chat template; use generate with token ids"
             )
         text = render_chat(tokenizer, messages, **options)
-        return self._prepare(encode_chat(tokenizer, messages, **options), params, text)
+        return self._prepare(encode_chat(tokenizer, messages, **options), params, text, salt)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Step the engine until all requests are finished; they are aborted where anything raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import select
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from minipage.cli.chat import Chat
 from minipage.cli.console import CatchInterrupt
 from minipage.cli.main import build_parser
 from minipage.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, engine_keywords, sampling_params
+from minipage.config import EngineConfig
 from minipage.inspection import SHAREGPT_MEAN_LENGTHS, inspect_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,12 +159,14 @@ def test_options_become_keywords() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_every_option_is_a_keyword_that_exists(command: str) -> None:
-    """LLM and SamplingParams know all that the commands offer."""
+    """LLM and SamplingParams know all that the commands offer, and the commands offer all of LLM's."""
     args = build_parser().parse_args([command])
     for option in (*ENGINE_OPTIONS, *SAMPLING_OPTIONS):
         setattr(args, option.keyword, None)
     inspect.signature(LLM.__init__).bind(None, None, **engine_keywords(args))
     assert {option.keyword for option in SAMPLING_OPTIONS} <= {field.name for field in fields(SamplingParams)}
+    offered = {option.keyword for option in ENGINE_OPTIONS} | {"enable_prefix_caching"}
+    assert offered == {field.name for field in fields(EngineConfig)} - {"seed"}  # --seed is each request's own
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
@@ -226,13 +230,18 @@ def test_a_bad_json_line_is_named(run: Callable[..., tuple[int, str, str]], tmp_
 
 def test_json_is_all_of_standard_output(run: Callable[..., tuple[int, str, str]]) -> None:
     """One object a line with the names of RequestOutput and CompletionOutput."""
-    code, out, _ = run("generate", "--json", "a*", "b>", "--n", "2")
+    code, out, _ = run("generate", "--json", "a*", "b>", "--n", "2", "--logprobs", "2")
     results = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [result["prompt"] for result in results] == ["a*", "b>"]
     assert [completion["index"] for completion in results[0]["outputs"]] == [0, 1]
     first = results[0]["outputs"][0]
     assert (first["text"], first["finish_reason"], len(first["token_ids"])) == ("né", "stop", 4)
+    assert first["logprobs"][0][str(ord("n"))] == {
+        "logprob": pytest.approx(0, abs=1e-4),
+        "rank": 1,
+        "decoded_token": "n",
+    }
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
@@ -336,6 +345,72 @@ def test_chat_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no chat template" in capsys.readouterr().err
 
 
+class Terminal:
+    """A command on a terminal of its own: keys go in, what the screen shows comes out."""
+
+    def __init__(self, *command: str) -> None:
+        spawn = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", spawn, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._shown = b""
+
+    def press(self, keys: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(keys)
+
+    def wait_for(self, text: bytes, keys: bytes = b"") -> None:
+        """Read on until ``text`` is shown after what was waited for before; press ``keys`` each second until then."""
+        assert self._process.stdout is not None
+        for _ in range(60):
+            self.press(keys)
+            while text not in self._shown and select.select([self._process.stdout], [], [], 1)[0]:
+                more = self._process.stdout.read(4096)
+                assert more, f"it ended and did not show {text!r}"
+                self._shown += more
+            if text in self._shown:
+                break
+        _, found, self._shown = self._shown.partition(text)
+        assert found, f"{text!r} was not shown"
+
+    def exit_code(self) -> int:
+        return self._process.wait(timeout=60)
+
+
+def test_chat_on_a_terminal(model: str) -> None:
+    """Ctrl-C stops an answer, at the prompt it ends nothing, and Ctrl-D ends the program."""
+    command = [
+        sys.executable,
+        "-m",
+        "minipage",
+        "chat",
+        "--model",
+        model,
+        "--device",
+        "reference",
+        "--num-blocks",
+        "200",
+    ]
+    terminal = Terminal(*command, "--max-tokens", "2000")
+    terminal.wait_for(b"> ")
+    terminal.press(b"hi>\n")
+    terminal.wait_for(b"Paris.")
+    terminal.wait_for(b"> ")
+    terminal.press(b"~\n")
+    terminal.wait_for(b"xyxyxyxy")
+    terminal.press(b"\x03")
+    terminal.wait_for(b"stopped")
+    terminal.wait_for(b"> ")
+    # input() misses a Ctrl-C that comes between its prompt and its waiting, until the next key
+    terminal.wait_for(b"Ctrl-D or /exit ends", keys=b"\x03")
+    terminal.wait_for(b"> ")
+    terminal.press(b"*\n")
+    terminal.wait_for("né".encode())
+    terminal.wait_for(b"> ")
+    terminal.press(b"\x04")
+    assert terminal.exit_code() == 0
+
+
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +454,23 @@ def test_capacity_beside_a_static_cache(tmp_path: Path) -> None:
     assert capacity.paged_waste == pytest.approx(13 / 512)
     assert capacity.static_waste == pytest.approx(525 / 1024)
     assert capacity.paged_waste < 0.04
+
+
+def test_capacity_of_layers_with_a_window(tmp_path: Path) -> None:
+    """A layer of each kind, as the engine groups them. By hand: a request of 100 tokens takes 25 blocks of 4 in the layer
+    that sees all, and 11/4 rounded up, and one, in the one that sees 11; in all 4 * 29 slots for 111 tokens that are seen."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
+    path = str(history_model(tmp_path, seed=3, **layers))
+    report = inspect_model(path, device="reference", block_size=4)
+    with LLM(path, device="reference", block_size=4, kv_cache_memory="64KiB") as llm:
+        assert report.kv_shape == llm.info.kv_shape
+        capacity = report.capacity(64 << 10, 100, max_model_len=200)
+        assert capacity.num_blocks == llm.stats().num_blocks == 128
+    assert report.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
+    assert capacity.num_tokens == 256
+    assert (capacity.paged_requests, capacity.static_requests) == (128 // 29, 65536 // (200 * 256))
+    assert capacity.paged_waste == pytest.approx(1 - 111 / (4 * 29))
+    assert capacity.static_waste == pytest.approx(1 - 111 / 400)
 
 
 def test_inspect_prints_for_people_and_programs(run: Callable[..., tuple[int, str, str]]) -> None:

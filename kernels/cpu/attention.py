@@ -213,7 +213,7 @@ def _update_softmax(softmax: Array, sums: Array, scores: Array, scoring: Scoring
         if scoring.soft_cap > 0:
             score = scoring.soft_cap * np.tanh(score / scoring.soft_cap)
         scores[t] = score
-        if not score <= largest:
+        if score > largest:
             largest = score
     if largest == -np.inf:
         largest = np.float32(0)  # nothing but -inf so far: weights of 0, where exp(-inf - -inf) would be NaN

@@ -57,7 +57,7 @@ class Kernel:
             pass  # no folder to write to: compile in every process
         else:
             # Numba compares a cached function with its own file only; a change of a function that it calls counts too.
-            dispatcher._cache._cache_file._source_stamp = source_stamp(Path(__file__).parent)
+            dispatcher._cache._cache_file._source_stamp = _SOURCE_STAMP
         dispatcher.compile(self._signature)
         dispatcher.disable_compile()
         return dispatcher  # type: ignore[no-any-return]
@@ -67,3 +67,7 @@ def source_stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """What identifies the state of all sources in ``folder``: names, times of change in ns, and sizes."""
     stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.py"))]
     return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
+# Taken when the sources are imported: by the first call somebody may have edited them.
+_SOURCE_STAMP = source_stamp(Path(__file__).parent)

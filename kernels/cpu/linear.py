@@ -16,7 +16,7 @@ from .microkernel import multiply
 from .quantized import PANEL, RECORD_DTYPE, multiply_quantized
 from .weights import select_rows
 
-_SERIAL = 1 << 16  #: products below which starting the threads takes longer than the work
+_SERIAL = 1 << 17  #: products below which starting the threads takes longer than the work
 _NO_BIAS = np.zeros(0, np.float32)
 
 

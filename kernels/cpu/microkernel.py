@@ -2,8 +2,8 @@
 
 This is the innermost loop of matrix multiplication in the manner of Goto and van de Geijn (2008) and BLIS (Van Zee and
 van de Geijn 2015). Each vector lane is one output, so that nothing is ever summed across lanes: the products of an
-output are added one after the other, in order, and its bits do not depend on how many rows or columns are computed
-together.
+output are added in one order, and its bits do not depend on how many rows or columns are computed together. They are
+added in spans, whose sums are then added: of n terms none goes through n roundings.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from . import vector
 from .storage import widen
 from .vector import FLOAT, Builder, Value, long
 
+_SPAN = 64  #: products that are added one after the other before their sum joins the total
 _LANES = (16, 4, 1)  #: widths of the tiles that a row of columns is covered with
 
 
 def _multiply_in_python(rows: int, columns: int, accumulate: bool, x: Array, w: Array, out: Array) -> None:
     """What :data:`multiply` computes, for reading and for NUMBA_DISABLE_JIT=1."""
     total = out[:rows, :columns] if accumulate else np.zeros((rows, columns), np.float32)
-    for k in range(len(w)):
-        total = fused_multiply_add(x[:rows, k, None], widen(w[k, :columns]), total)
+    for start in range(0, len(w), _SPAN):
+        span = np.zeros((rows, columns), np.float32)
+        for k in range(start, min(start + _SPAN, len(w))):
+            span = fused_multiply_add(x[:rows, k, None], widen(w[k, :columns]), span)
+        total = total + span
     out[:rows, :columns] = total
 
 
@@ -50,10 +54,14 @@ def _multiply_compiled(context: Any, rows: Any, columns: Any, accumulate: Any, x
             with vector.count_up(builder, start, stop, lanes) as column:
                 sums = Sums(builder, rows.literal_value, lanes)
                 sums.begin(builder, out if accumulate.literal_value else None, column)
-                with vector.count_up(builder, long(0), w.rows) as k:
-                    offset = w.offset(builder, k, column)
-                    weights = vector.load_as_float32(builder, w.dtype, w.data, offset, lanes)
-                    sums.add_products(builder, x, k, weights)
+                with vector.count_up(builder, long(0), w.rows, _SPAN) as first:
+                    sums.begin_span(builder)
+                    last = vector.smaller(builder, builder.add(first, long(_SPAN)), w.rows)
+                    with vector.count_up(builder, first, last) as k:
+                        offset = w.offset(builder, k, column)
+                        weights = vector.load_as_float32(builder, w.dtype, w.data, offset, lanes)
+                        sums.add_products(builder, x, k, weights)
+                    sums.end_span(builder)
                 sums.store(builder, out, column)
             start = stop
         return context.get_dummy_value()
@@ -92,12 +100,13 @@ class Matrix(NamedTuple):
 
 
 class Sums:
-    """The accumulators of a tile, one vector a row; LLVM keeps them in registers."""
+    """The accumulators of a tile, one vector a row for the span and one for the total; LLVM keeps them in registers."""
 
     def __init__(self, builder: Builder, rows: int, lanes: int) -> None:
         self._lanes = lanes
         self._zero = vector.constant(FLOAT, lanes, 0.0)
         self._rows = [cgutils.alloca_once(builder, self._zero.type) for _ in range(rows)]
+        self._spans = [cgutils.alloca_once(builder, self._zero.type) for _ in range(rows)]
 
     def begin(self, builder: Builder, out: Matrix | None, column: Value) -> None:
         """Begin with zeros, or with what ``out`` holds from ``column`` on."""
@@ -107,9 +116,19 @@ class Sums:
                 first = vector.load(builder, out.data, FLOAT, out.offset(builder, long(m), column), self._lanes)
             builder.store(first, total)
 
+    def begin_span(self, builder: Builder) -> None:
+        """Begin a span with zeros."""
+        for span in self._spans:
+            builder.store(self._zero, span)
+
+    def end_span(self, builder: Builder) -> None:
+        """Add the span's sums to the totals."""
+        for total, span in zip(self._rows, self._spans, strict=True):
+            builder.store(builder.fadd(builder.load(total), builder.load(span)), total)
+
     def add_products(self, builder: Builder, x: Matrix, k: Value, weights: Value) -> None:
-        """Add x[m, k] * ``weights`` to each row m."""
-        for m, total in enumerate(self._rows):
+        """Add x[m, k] * ``weights`` to the span of each row m."""
+        for m, total in enumerate(self._spans):
             scalar = vector.load(builder, x.data, FLOAT, x.offset(builder, long(m), k))
             factor = vector.splat(builder, scalar, self._lanes)
             builder.store(vector.fused_multiply_add(builder, factor, weights, builder.load(total)), total)

@@ -57,13 +57,15 @@ def _multiply_in_python(rows: int, x: Array, records: Array, out: Array) -> None
     """What :data:`multiply_quantized` computes, for reading and for NUMBA_DISABLE_JIT=1."""
     codes, scales, *minima = record_fields(records)
     total = np.zeros((rows, PANEL), np.float32)
-    for k in range(x.shape[1]):
-        g, i = divmod(k, GROUP_SIZE)
-        if minima:
-            w = (codes[g, i // 2] >> 4 * (i % 2) & 15).astype(np.float32) * scales[g] + minima[0][g]
-        else:
-            w = codes[g, i].astype(np.float32) * scales[g]
-        total = fused_multiply_add(x[:rows, k, None], w, total)
+    for g in range(len(records)):
+        span = np.zeros((rows, PANEL), np.float32)
+        for i in range(min(GROUP_SIZE, x.shape[1] - g * GROUP_SIZE)):
+            if minima:
+                w = (codes[g, i // 2] >> 4 * (i % 2) & 15).astype(np.float32) * scales[g] + minima[0][g]
+            else:
+                w = codes[g, i].astype(np.float32) * scales[g]
+            span = fused_multiply_add(x[:rows, g * GROUP_SIZE + i, None], w, span)
+        total = total + span
     out[:rows, :PANEL] = total
 
 
@@ -82,8 +84,8 @@ def _multiply_compiled(context: Any, rows: Any, x: Any, records: Any, out: Any) 
             scale = vector.load(builder, record, FLOAT, long(0), PANEL)
             minimum = vector.load(builder, record, FLOAT, long(PANEL), PANEL) if has_minimum else None
             first = builder.mul(group, long(GROUP_SIZE))
-            left = builder.sub(x.columns, first)
-            count = builder.select(builder.icmp_signed("<", left, long(GROUP_SIZE)), left, long(GROUP_SIZE))
+            count = vector.smaller(builder, builder.sub(x.columns, first), long(GROUP_SIZE))
+            sums.begin_span(builder)  # a group is a span
             with vector.count_up(builder, long(0), count) as i:
                 codes = load_codes(builder, record, i)
                 # Rounded after each step, as NumPy does it: linear sees the very weights that unpack_rows gives.
@@ -91,6 +93,7 @@ def _multiply_compiled(context: Any, rows: Any, x: Any, records: Any, out: Any) 
                 if minimum is not None:
                     weights = builder.fadd(weights, minimum)
                 sums.add_products(builder, x, builder.add(first, i), weights)
+            sums.end_span(builder)
         sums.store(builder, out, long(0))
         return context.get_dummy_value()
 

@@ -73,6 +73,11 @@ def fused_multiply_add(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     return builder.call(function, [x, y, z])
 
 
+def smaller(builder: Builder, x: Value, y: Value) -> Value:
+    """The smaller of two 64-bit integers."""
+    return builder.select(builder.icmp_signed("<", x, y), x, y)
+
+
 @contextmanager
 def count_up(builder: Builder, start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
     """A loop: yields the index, which goes from ``start`` up to ``stop`` in steps.

@@ -3,6 +3,7 @@
 from .block_allocator import BlockAllocator, OutOfBlocks
 from .block_manager import BlockManager, Group, Swap, Tables
 from .block_table import RELEASED, BlockCopy, BlockTable, copy_launches
+from .chains import Chains
 from .prefix import Prefix
 from .prefix_cache import PrefixCache
 
@@ -12,6 +13,7 @@ __all__ = [
     "BlockCopy",
     "BlockManager",
     "BlockTable",
+    "Chains",
     "Group",
     "OutOfBlocks",
     "Prefix",

@@ -53,9 +53,18 @@ class BlockAllocator:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_unused_blocks(self) -> int:
+        """Blocks that :meth:`allocate` can hand out without evicting one."""
+        return len(self._free)
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks that hold published contents, held or evictable."""
         return len(self._cached)
+
+    def cached_blocks(self) -> list[int]:
+        """The blocks that hold published contents: those that are held, then the evictable ones, last used first."""
+        return [*sorted(self._cached.difference(self._evictable)), *reversed(self._evictable)]
 
     def ref_count(self, block: int) -> int:
         """How many tables and pins hold the block."""

@@ -86,10 +86,6 @@ class BlockManager:
         self.longest_chunk = min(windows) if windows else None
 
     # ---- how many blocks ---------------------------------------------------------------------------------------------
-    def most_blocks(self, num_tokens: int) -> list[int]:
-        """Blocks a group that a sequence of ``num_tokens`` holds at most, while its next chunk is computed."""
-        return [min(-(-num_tokens // self.block_size), self._most_rolling(group)) for group in self.groups]
-
     def longest_total(self, num_prompt_tokens: int, n: int) -> int | None:
         """The most tokens, prompt and output, that each of ``n`` sequences of a prompt can reach alone in the pool.
 
@@ -114,12 +110,18 @@ class BlockManager:
         return num_prompt_tokens + 1 if -(-num_prompt_tokens // size) <= pool else 0
 
     def blocks_known(self, num_prompt_tokens: int, lengths: Sequence[int]) -> int:
-        """Blocks that hold sequences of these lengths, which share whole blocks of their prompt where none is released."""
+        """Blocks that hold sequences of these lengths at most, which share whole blocks of their prompt.
+
+        Both bounds that :meth:`longest_total` goes by are taken, so that what it lets in can always be admitted again.
+        """
+        shared = num_prompt_tokens // self.block_size
+        held = [-(-length // self.block_size) for length in lengths]
         total = 0
-        most = [self.most_blocks(length) for length in lengths]
-        for index, group in enumerate(self.groups):
-            shared = 0 if group.window else min(num_prompt_tokens // self.block_size, *(m[index] for m in most))
-            total += shared + sum(m[index] - shared for m in most)
+        for group in self.groups:
+            rolling = self._most_rolling(group)
+            apart = sum(min(blocks, rolling) for blocks in held)
+            together = min(shared, rolling) + sum(min(blocks - shared, rolling) for blocks in held)
+            total += min(apart, together)
         return total
 
     def _most_rolling(self, group: Group) -> int:

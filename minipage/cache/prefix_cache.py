@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from .block_allocator import BlockAllocator
 from .block_table import RELEASED, BlockTable
+from .chains import Chains, collect, rebuild
 from .prefix import Prefix
 
 
@@ -82,6 +84,34 @@ class PrefixCache:
                 prefix = self._publish(block, prefix)
         table.prefix = prefix
 
+    def chains(self) -> tuple[Chains, list[int]]:
+        """All that is published as plain data, and the blocks of its holders."""
+        blocks = self._allocator.cached_blocks()
+        blocks.sort(key=lambda block: self._prefixes[block].num_blocks)
+        return collect(self._prefixes[block] for block in blocks), blocks
+
+    @contextmanager
+    def restoring(self, chains: Chains) -> Iterator[list[tuple[int, int]]]:
+        """Publish blocks that were stored: yields pairs (i, block) for the caller to fill each block with what holder i held.
+
+        As many as there is room for, evicting nothing, and none that is published already. Afterwards nobody holds them,
+        and they are evicted tail first. Where filling them raises, nothing has changed.
+        """
+        restored: dict[bytes, tuple[int, int, Prefix]] = {}
+        prefixes = rebuild(chains, self._root, self._child)
+        for i, node in enumerate(chains.holders):
+            prefix = prefixes[node]
+            known = prefix.key in self._blocks or prefix.key in restored
+            if not known and self._allocator.num_unused_blocks:
+                restored[prefix.key] = i, self._allocator.allocate(), prefix
+        try:
+            yield [(i, block) for i, block, _ in restored.values()]
+            for _, block, prefix in restored.values():
+                self._publish(block, prefix)
+        finally:
+            for _, block, _ in reversed(restored.values()):
+                self._allocator.free(block)
+
     def check_integrity(self) -> None:
         """Check the entries against the allocator. Raises AssertionError that names the block where they disagree."""
         for block in range(self._allocator.num_blocks):
@@ -113,5 +143,7 @@ class PrefixCache:
 
     def _extend(self, prefix: Prefix, token_ids: Sequence[int]) -> Prefix:
         start = prefix.num_blocks * self._block_size
-        content = array("i", token_ids[start : start + self._block_size]).tobytes()
+        return self._child(prefix, array("i", token_ids[start : start + self._block_size]).tobytes())
+
+    def _child(self, prefix: Prefix, content: bytes) -> Prefix:
         return Prefix(prefix, content, self._hash(prefix.key + content), prefix.num_blocks + 1)

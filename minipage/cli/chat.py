@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message that each conversation begins with")
-    add_sampling_options(parser, max_tokens=512, without=("n",))
+    add_sampling_options(parser, max_tokens=512, without=("n", "logprobs"))
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

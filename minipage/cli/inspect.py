@@ -14,7 +14,7 @@ from .options import ENGINE_OPTIONS, add_options, engine_keywords
 if TYPE_CHECKING:
     from ..inspection import Capacity, ModelReport
 
-KEYWORDS = ("device", "dtype", "kv_cache_dtype", "block_size", "max_model_len")
+KEYWORDS = ("device", "dtype", "kv_cache_dtype", "block_size", "max_model_len", "sliding_window")
 WIDTH = 22  #: of the column of names
 
 
@@ -68,6 +68,8 @@ def rows(report: ModelReport, capacities: list[Capacity]) -> Iterator[tuple[str,
         f"{config.architecture}: {config.num_layers} layers, hidden {config.hidden_size:,}, MLP {config.intermediate_size:,}",
     )
     yield "attention", f"{config.num_heads} query heads and {config.num_kv_heads} key/value heads of {config.head_dim}"
+    for window in sorted(filter(None, set(config.windows))):
+        yield "", f"{config.windows.count(window)} of {config.num_layers} layers see the last {window:,} tokens"
     yield "vocabulary", f"{config.vocab_size:,} tokens; embedding, and an output head {tied}"
     yield "positions", f"{config.rope.kind} rope, up to {config.max_position_embeddings:,} tokens"
     yield "parameters", f"{report.num_parameters:,}"
@@ -76,7 +78,7 @@ def rows(report: ModelReport, capacities: list[Capacity]) -> Iterator[tuple[str,
     yield "weights loaded", ", ".join(f"{kind} {size(count)}" for kind, count in report.weight_bytes.items())
     yield (
         "KV of a token",
-        f"{kv.bytes_per_token:,} bytes in {kv.dtype}; of a block of {kv.block_size} tokens {kv.bytes_per_block:,}",
+        f"{report.kv_bytes_per_token:,} bytes in {kv.dtype}; of a block of {kv.block_size} tokens {kv.bytes_per_block:,}",
     )
     yield "", ""
     yield from capacity_rows(capacities)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ..config import DEVICES, DTYPES, QUANTIZATIONS, EngineConfig
+from ..config import DEVICES, DTYPES, PREEMPTION_MODES, QUANTIZATIONS, EngineConfig
 from ..sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -36,6 +36,9 @@ ENGINE_OPTIONS = (
     Option("max_model_len", int, "most tokens of a sequence, prompt and output; default: what the model allows"),
     Option("max_num_seqs", int, "most sequences that run at once"),
     Option("max_num_batched_tokens", int, "most tokens that a step computes"),
+    Option("preemption_mode", str, "what becomes of the blocks of a request that has to give way", PREEMPTION_MODES),
+    Option("swap_space", str, 'host memory to swap blocks to, such as "1GiB"'),
+    Option("sliding_window", int, "let every token see only so many of the last ones; default: as the model says"),
     Option("num_threads", int, "CPU threads; default: the physical cores"),
 )
 
@@ -51,6 +54,7 @@ SAMPLING_OPTIONS = (
     Option("frequency_penalty", float, "on tokens by their count in the output; 0 is none"),
     Option("seed", int, "makes a sampled output the same each time"),
     Option("min_tokens", int, "fewest tokens of output"),
+    Option("logprobs", int, "with --json: report this many of the most likely tokens, and the chosen one"),
 )
 
 

@@ -98,6 +98,20 @@ class KVCache:
             self._device.ops.swap_blocks(self.host_key, self.key, src, dst)
             self._device.ops.swap_blocks(self.host_value, self.value, src, dst)
 
+    def read(self, layer: int, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of ``blocks`` in layer ``layer`` of their groups, on the host, in the plain layout [n, KVH, B, D]."""
+        pages = self._device.array(np.array(blocks, dtype=np.int64))
+        ops, host = self._device.ops, self._device.host
+        key, value = host(self.key[layer][pages]), host(self.value[layer][pages])
+        return key.transpose(np.argsort(ops.KEY_AXES)), value.transpose(np.argsort(ops.VALUE_AXES))
+
+    def write(self, layer: int, blocks: Sequence[int], key: np.ndarray, value: np.ndarray) -> None:
+        """Put K and V back as :meth:`read` gave them, here or on another device."""
+        pages = self._device.array(np.array(blocks, dtype=np.int64))
+        ops, array = self._device.ops, self._device.array
+        self.key[layer][pages] = array(np.ascontiguousarray(key.transpose(ops.KEY_AXES)))
+        self.value[layer][pages] = array(np.ascontiguousarray(value.transpose(ops.VALUE_AXES)))
+
     def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
         columns = self._device.array(np.array(pairs, dtype=np.int64).T.copy())
         return columns[0], columns[1]

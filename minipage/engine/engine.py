@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from ..outputs import RequestOutput
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
+from .prefix_store import PrefixStore
 from .prompt import Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
@@ -36,6 +38,7 @@ class Engine:
         scheduler: Scheduler,
         prompts: PromptReader,
         tokenizer: Tokenizer | None,
+        prefix_store: PrefixStore,
         *,
         eos_token_ids: frozenset[int],
         seed: int,
@@ -46,6 +49,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self._scheduler = scheduler
         self._prompts = prompts
+        self._prefix_store = prefix_store
         self._seeds = random.Random(seed)
         self._tracked: dict[str, Tracked] = {}
         self._lock = threading.RLock()
@@ -216,6 +220,18 @@ class Engine:
         """Raise AssertionError naming the block where counts, tables and free list disagree; an idle engine holds none."""
         with self._lock:
             self._scheduler.blocks.check_integrity(self._tables())
+
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Write the prefix cache to a file, and return how many blocks it has; see :class:`.prefix_store.PrefixStore`."""
+        with self._lock:
+            self._check_open()
+            return self._prefix_store.save(path)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> int:
+        """Add a file's blocks to the prefix cache, evicting none, and return how many fitted."""
+        with self._lock:
+            self._check_open()
+            return self._prefix_store.load(path)
 
     def close(self) -> None:
         """Abort what is left and give the memory back. The engine cannot be used afterwards."""

@@ -18,10 +18,12 @@ from ..models.fields import read_token_ids
 from ..models.registry import parameters
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, open_checkpoint
+from ..weights.fingerprint import fingerprint
 from ..weights.hub import resolve_model
 from ..weights.loader import load_parameters
 from .engine import Engine
 from .preemption import PreemptionCost
+from .prefix_store import PrefixStore
 from .prompt import PromptReader
 from .runner import Runner
 from .scheduler import Scheduler
@@ -129,11 +131,19 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         max_num_seqs=config.max_num_seqs,
         longest_total=blocks.longest_total,
     )
+    prefix_store = PrefixStore(
+        device,
+        kv,
+        blocks,
+        vocab_size=model_config.vocab_size,
+        fingerprint=lambda: fingerprint(model_config, params, device),
+    )
     engine = Engine(
         Runner(device, decoder, kv, cost),
         scheduler,
         prompts,
         tokenizer,
+        prefix_store,
         eos_token_ids=eos_token_ids(checkpoint, model_config, tokenizer),
         seed=config.seed,
         on_close=device.close,

@@ -71,6 +71,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # by arrival: preempted ones return to the front
         self.running: list[Request] = []  # by arrival
         self.counters = Counters()
+        self._refused: tuple[Request, int] | None = None  # the one that was not admitted, with so many blocks free
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -177,10 +178,12 @@ class Scheduler:
         while self.waiting and step.num_tokens < self._max_num_batched_tokens:
             request = self.waiting[0]
             num_seqs += request.num_seqs
-            if num_seqs > self._max_num_seqs:
+            as_refused = (request, self.blocks.allocator.num_free_blocks)
+            if num_seqs > self._max_num_seqs or self._refused == as_refused:  # looking for hits again would cost time
                 return
             admitted = self._swap_in(request, step) if request.status is Status.SWAPPED else self._begin(request)
             if not admitted:
+                self._refused = as_refused
                 return
             self.waiting.popleft()
             request.status = Status.RUNNING

@@ -233,6 +233,12 @@ def test_copies_that_touch_each_other_keep_their_order(copies, memory):
     assert "".join(apply(copies, list("abc"))) == memory
 
 
+def test_order_costs_no_more_launches_than_it_must():
+    """After a copy that had to wait, the next ones share its launch, though they touch blocks of the launch before."""
+    copies = [BlockCopy(*copy) for copy in ((0, 1), (2, 3), (4, 0), (1, 5), (6, 2))]
+    assert list(copy_launches(copies)) == [copies[:2], copies[2:]]
+
+
 def test_a_source_may_be_reused_within_the_step():
     """A copy is right though its source was evicted, within the same step, to be the target of the next copy."""
     allocator, [first, second] = pool(4, 4, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from minipage.cache import BlockAllocator, BlockCopy, BlockTable, OutOfBlocks, PrefixCache, copy_launches
+from minipage.cache import BlockAllocator, BlockCopy, BlockTable, OutOfBlocks, Prefix, PrefixCache, copy_launches
 
 Slot = tuple[str | None, tuple[int, ...]] | None  #: what a slot holds
 #: Prompts begin like one of these, so that much of them is found in the cache.
@@ -45,6 +46,15 @@ class Sequence:
     def slot(self, position: int) -> Slot:
         """What the slot of a token holds once it is computed."""
         return self.salt, tuple(self.tokens[: position + 1])
+
+
+def spell(prefix: Prefix) -> tuple[str | None, tuple[int, ...]]:
+    """The salt and the tokens that a chain stands for."""
+    tokens: list[int] = []
+    while prefix.parent is not None:
+        tokens[:0] = array("i", prefix.content)
+        prefix = prefix.parent
+    return prefix.content.decode() or None, tuple(tokens)
 
 
 class World:
@@ -147,11 +157,11 @@ class World:
             for position in range(sequence.num_computed):
                 block = table.blocks[position // self.block_size]
                 assert memory[block][position % self.block_size] == sequence.slot(position)
-        for salt in SALTS:
-            for tokens in [*STEMS, *(sequence.tokens for sequence in self.sequences)]:
-                for i, block in enumerate(self.cache.match(tokens, len(tokens), salt)):
-                    positions = range(i * self.block_size, (i + 1) * self.block_size)
-                    assert memory[block] == [(salt, tuple(tokens[: position + 1])) for position in positions]
+        for block, prefix in self.cache._prefixes.items():
+            salt, tokens = spell(prefix)
+            first = len(tokens) - self.block_size
+            assert memory[block] == [(salt, tokens[: first + i + 1]) for i in range(self.block_size)]
+            assert (block in self.cache.match(tokens, len(tokens), salt)) == self.is_reachable(prefix)
 
     def free_everything(self) -> None:
         """When all sequences have ended, the whole pool is free."""
@@ -159,6 +169,13 @@ class World:
             self.free(sequence)
         self.check()
         assert self.allocator.num_free_blocks == self.allocator.num_blocks
+
+    def is_reachable(self, prefix: Prefix) -> bool:
+        """Whether all of a chain is published now, whatever the order in which its blocks came and went."""
+        published = {spell(other) for other in self.cache._prefixes.values()}
+        salt, tokens = spell(prefix)
+        ends = range(self.block_size, len(tokens) + 1, self.block_size)
+        return all((salt, tokens[:end]) in published for end in ends)
 
     def memory_after_copies(self) -> list[list[Slot]]:
         """The memory as the tokens of this step will find it: copies made one after the other."""

@@ -101,6 +101,11 @@ def test_each_block_is_hashed_once_as_a_sequence_grows():
         table.append(1)
         pool.cache.publish(table, tokens[:num_tokens], num_tokens)
     assert len(hashed) == 1 + 25
+    child = table.fork()
+    pool.cache.publish(child, tokens, 100)
+    child.truncate(96)
+    pool.cache.publish(child, tokens[:96], 96)
+    assert len(hashed) == 1 + 25
 
 
 def test_the_first_to_publish_wins():
@@ -115,6 +120,7 @@ def test_the_first_to_publish_wins():
     pool.cache.publish(tables[0], tokens, 8)
     assert pool.cache.match(tokens, 8) == [tables[0].blocks[0], tables[1].blocks[1]]
     assert pool.allocator.num_cached_blocks == 2
+    assert tables[0].prefix is tables[1].prefix  # one chain in memory, so that comparing it is O(1)
     private = tables[1].blocks[0]
     tables[1].free()
     assert not pool.allocator.is_cached(private)
@@ -130,6 +136,18 @@ def test_a_fork_goes_on_where_its_parent_had_published():
         pool.cache.publish(table, [*range(8), *[token] * 4], 12)
     for table, token in ((parent, 50), (child, 60)):
         assert pool.cache.match([*range(8), *[token] * 4], 12) == table.blocks
+
+
+def test_a_fork_from_the_middle_publishes_its_own_tokens():
+    """A child that shares only part of what its parent published goes on under that part's name."""
+    pool = Pool(8)
+    parent, _ = pool.start(list(range(8)))
+    child = parent.fork(4)
+    tokens = [0, 1, 2, 3, *[60] * 8]
+    child.append(8)
+    pool.cache.publish(child, tokens, 12)
+    assert pool.cache.match(tokens, 12) == child.blocks
+    assert pool.cache.match([*range(8), *[60] * 4], 12) == parent.blocks
 
 
 def test_tokens_after_a_truncation_are_published_as_they_are():
@@ -160,6 +178,17 @@ def test_salts_share_nothing():
     tokens = list(range(9))
     assert [pool.run(tokens, salt) for salt in ("a", "b", None, "a", "b", "")] == [0, 0, 0, 8, 8, 8]
     assert pool.run(tokens, "\ud83d") == 0
+
+
+def test_a_freed_table_can_change_its_salt():
+    """What a table was published under before it was freed does not bind it afterwards."""
+    pool = Pool(8)
+    table, _ = pool.start([1, 2, 3, 4], "a")
+    table.free()
+    table.append(4)
+    pool.cache.publish(table, [5, 6, 7, 8], 4, "b")
+    assert pool.cache.match([5, 6, 7, 8], 4, "b") == table.blocks
+    assert pool.cache.match([5, 6, 7, 8], 4, "a") == []
 
 
 def test_a_salt_cannot_stand_for_tokens():

@@ -113,13 +113,20 @@ def test_batches_and_budgets(
 
 
 @pytest.mark.parametrize("seed", models.SAFE_SEEDS)
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("mode", ["recompute", "recompute, cached", "swap"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted(history: Callable[[int], Path], solo: Solo, dtype: str, caching: bool, seed: int) -> None:
-    """Preempted and computed again: no trace in tokens or logprobs."""
-    num_threads = 1 + seed % 2
-    settings = {"device": "cpu", "dtype": dtype, "num_threads": num_threads, "enable_prefix_caching": caching, **TIGHT}
-    with LLM(str(history(seed)), **settings) as llm:
+def test_preempted(history: Callable[[int], Path], solo: Solo, dtype: str, mode: str, seed: int) -> None:
+    """Preempted and computed again, or swapped out and in: no trace in tokens or logprobs."""
+    swap = {"preemption_mode": "swap", "swap_space": "1MiB"} if mode == "swap" else {}
+    with LLM(
+        str(history(seed)),
+        device="cpu",
+        dtype=dtype,
+        num_threads=1 + seed % 2,
+        enable_prefix_caching="cached" in mode,
+        **TIGHT,
+        **swap,
+    ) as llm:
         assert ask_all(llm, squeeze(seed)) == [solo(seed, dtype, i) for i in range(-4, 0)]
         assert llm.stats().preemptions > 0
         assert_idle_and_whole(llm)

@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"enable_prefix_caching": False},
     "tight": {**TIGHT, "enable_prefix_caching": False},
     "tight, cached": dict(TIGHT),
+    "tight, swapped": {**TIGHT, "preemption_mode": "swap", "swap_space": "1MiB"},
     "chunks of 3": {"max_num_batched_tokens": 3},
     "chunks of 5": {"max_num_batched_tokens": 5},
     "chunks of 64": {"max_num_batched_tokens": 64},
@@ -70,6 +71,7 @@ def test_seeded_samples_survive(history: Folders, canary: Canaries, name: str) -
         for _ in range(2):  # the second time from the prefix cache, where there is one
             assert generate_ids(llm, prompts, params) == expected
         assert ("tight" in name) == (llm.stats().preemptions > 0)
+        assert ("swapped" in name) == (llm.stats().swapped_in_blocks > 0)
         assert_clean(llm, canary(6))
 
 
@@ -171,6 +173,7 @@ def test_penalties_survive_preemption(history: Folders, oracle: Oracle, canary: 
             found = generate_ids(llm, [prompt for prompt, _ in cases], params)
             assert found == [tokens for _, tokens in cases]
         assert ("tight" in name) == (llm.stats().preemptions > 0)
+        assert ("swapped" in name) == (llm.stats().swapped_in_blocks > 0)
         assert_clean(llm, canary(3))
 
 

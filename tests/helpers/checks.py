@@ -41,7 +41,7 @@ def generate_ids(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> lis
 def assert_idle_and_whole(llm: LLM) -> None:
     """Nothing runs or waits, every block is free again, and counts, tables and free list agree."""
     stats = llm.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.num_swapped) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks
     assert not llm.engine.has_unfinished_requests()
     llm.check_integrity()

@@ -164,6 +164,7 @@ def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison
         replace(MIXED, window=7, kind="float16"),
         replace(MIXED, window=7, sinks=6),
         Problem(8, 1, 64, 16, (300,), (300,)),
+        Problem(3, 1, 16, 4, (400,), (300,), window=150),
     ],
     [SMALL[2], replace(SMALL[2], window=3, sinks=5)],
 )
@@ -188,7 +189,7 @@ def problems(draw: st.DrawFn) -> Problem:
         block_size=draw(st.integers(1, 33)),
         contexts=lengths,
         queries=lengths,
-        window=(window := draw(st.sampled_from([0, 0, 1, 5, 64]))),
+        window=(window := draw(st.sampled_from([0, 0, 1, 5, 64, 130]))),
         sinks=draw(st.sampled_from([0, 1, 4, 20])) if window else 0,
         soft_cap=draw(st.sampled_from([0.0, 30.0])),
         kind=draw(st.sampled_from(STORAGES)),

@@ -39,6 +39,7 @@ ENGINE_OPTIONS = (
     Option("preemption_mode", str, "what becomes of the blocks of a request that has to give way", PREEMPTION_MODES),
     Option("swap_space", str, 'host memory to swap blocks to, such as "1GiB"'),
     Option("sliding_window", int, "let every token see only so many of the last ones; default: as the model says"),
+    Option("attention_sinks", int, "with a window in every layer, let every token see so many of the first ones too"),
     Option("num_threads", int, "CPU threads; default: the physical cores"),
 )
 

@@ -76,7 +76,8 @@ def _paged_attention(
             _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, task)
     else:
         for task in prange(num_tasks):
-            _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, task)
+            # prange counts in unsigned integers, for which all would be compiled once more.
+            _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, np.int64(task))
 
 
 class Rows(NamedTuple):
@@ -153,7 +154,8 @@ def _attend(
         seen[row, 0] = max(seen[row, 1] - scoring.window, 0) if scoring.window > 0 else 0
         softmax[row, 0] = -np.inf
         if row < num_rows:
-            queries[row] = rows.q[first + query, kv_head * group + row % group]
+            for d in range(head_dim):
+                queries[row, d] = rows.q[first + query, kv_head * group + row % group, d]
 
     begin, stop = seen[0, 0], seen[padded - 1, 1]
     for chunk in range(begin // chunk_size * chunk_size, stop, chunk_size):

@@ -126,7 +126,7 @@ def _attend(
     query_start: Array,
     scoring: Scoring,
     runs: Array,
-    task: int,
+    task: int | np.int64,
 ) -> None:
     """One task: a run of queries, for the query heads of one kv head."""
     kv_head, run = task // len(runs), task % len(runs)

@@ -48,7 +48,7 @@ def _linear(out: Array, x: Array, panels: Array, bias: Array) -> None:
 
 
 @inner
-def _linear_panel(out: Array, x: Array, panels: Array, bias: Array, p: int) -> None:
+def _linear_panel(out: Array, x: Array, panels: Array, bias: Array, p: int | np.int64) -> None:
     """The outputs of panel ``p``, for all tokens."""
     num_tokens, num_outputs = out.shape
     first = p * PANEL

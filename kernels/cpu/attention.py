@@ -81,7 +81,8 @@ def _paged_attention(
             _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, task)
     else:
         for task in prange(num_tasks):
-            _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, task)
+            # prange counts in unsigned integers, for which all would be compiled once more.
+            _attend(rows, pages, block_tables, context_lens, query_start, scoring, runs, np.int64(task))
 
 
 class Rows(NamedTuple):
@@ -132,7 +133,7 @@ def _attend(
     query_start: Array,
     scoring: Scoring,
     runs: Array,
-    task: int,
+    task: int | np.int64,
 ) -> None:
     """One task: a run of queries, for the query heads of one kv head."""
     kv_head, run = task // len(runs), task % len(runs)
@@ -150,10 +151,12 @@ def _attend(
 
     queries = np.zeros((padded, head_dim), np.float32)
     softmax = np.zeros((padded, 2), np.float32)  # of each row: its largest score, and the sum of its weights
-    softmax[:, 0] = -np.inf
+    for row in range(padded):
+        softmax[row, 0] = -np.inf
     sums = np.zeros((padded, head_dim), np.float32)
     seen = np.empty((padded, 2), np.int64)  # of each row: the first token that it sees, and the one after the last
     for part in range(0 if scoring.num_sinks > 0 else 1, 2):  # the sinks, and then the window
+        source = rows.sink_q if part == 0 else rows.q
         for row in range(padded):
             query = min(row, num_rows - 1) // group
             stop = first_position + query + 1
@@ -161,8 +164,8 @@ def _attend(
             start = max(stop - scoring.window, sinks) if scoring.window > 0 else sinks
             seen[row, 0], seen[row, 1] = (0, sinks) if part == 0 else (start, stop)
             if row < num_rows:
-                source = rows.sink_q if part == 0 else rows.q
-                queries[row] = source[first + query, kv_head * group + row % group]
+                for d in range(head_dim):
+                    queries[row, d] = source[first + query, kv_head * group + row % group, d]
         _reduce(queries, seen, softmax, sums, num_rows, pages, kv_head, table, scoring)
 
     for row in range(num_rows):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+
+# OpenMP's threads spin while they wait, and on a machine that has other work they take its cores from those that they wait
+# for: a step then takes ten times as long. The library reads this when its threads are first used.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -43,11 +43,12 @@ def _linear(out: Array, x: Array, panels: Array, bias: Array) -> None:
             _linear_panel(out, x, panels, bias, p)
     else:
         for p in prange(num_panels):
-            _linear_panel(out, x, panels, bias, p)
+            # prange counts in unsigned integers, for which all would be compiled once more.
+            _linear_panel(out, x, panels, bias, np.int64(p))
 
 
 @inner
-def _linear_panel(out: Array, x: Array, panels: Array, bias: Array, p: int) -> None:
+def _linear_panel(out: Array, x: Array, panels: Array, bias: Array, p: int | np.int64) -> None:
     """The outputs of panel ``p``, for all tokens."""
     num_tokens, num_outputs = out.shape
     first = p * PANEL
@@ -55,7 +56,8 @@ def _linear_panel(out: Array, x: Array, panels: Array, bias: Array, p: int) -> N
     if last - first == PANEL:
         _multiply_rows(x, panels[p], out[:, first:last])
     else:
-        whole = np.empty((num_tokens, PANEL), np.float32)
+        # A slice, as the one above is, and not an array of another memory layout to compile for.
+        whole = np.empty((num_tokens, PANEL), np.float32)[:, :PANEL]
         _multiply_rows(x, panels[p], whole)
         for t in range(num_tokens):
             for n in range(first, last):

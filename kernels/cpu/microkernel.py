@@ -43,7 +43,7 @@ def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _multiply_compiled(context: Any, rows: Any, columns: Any, accumulate: Any, x: Any, w: Any, out: Any) -> Any:
     """What :data:`multiply` computes, as LLVM vector code; made for each combination of literals and storage in use."""
-    widths = [columns.literal_value] if isinstance(columns, types.Literal) else [16, 4, 1]
+    widths = (columns.literal_value,) if isinstance(columns, types.Literal) else _LANES
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         num_columns = args[1]

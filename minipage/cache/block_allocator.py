@@ -41,6 +41,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         #: Called with each block that is about to lose its published contents to a new owner.
         self.on_evict: Callable[[int], None] | None = None
+        #: Called with each block whose contents nobody can reach any more: the last reference gone, and not published.
+        self.on_discard: Callable[[int], None] | None = None
         self._ref_counts = [0] * num_blocks
         self._free = list(reversed(range(num_blocks)))  # a stack: the block freed last is the warmest
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -99,6 +101,8 @@ class BlockAllocator:
             self._cached.remove(block)
             if self.on_evict is not None:
                 self.on_evict(block)
+            if self.on_discard is not None:
+                self.on_discard(block)
         else:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are held")
         self._ref_counts[block] = 1
@@ -126,6 +130,8 @@ class BlockAllocator:
                 self._evictable[block] = None
             else:
                 self._free.append(block)
+                if self.on_discard is not None:
+                    self.on_discard(block)
 
     def mark_cached(self, block: int) -> None:
         """Note that a held block's contents are published: they stay as they are until :meth:`allocate` evicts them.

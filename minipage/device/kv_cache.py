@@ -98,6 +98,11 @@ class KVCache:
             self._device.ops.swap_blocks(self.host_key, self.key, src, dst)
             self._device.ops.swap_blocks(self.host_value, self.value, src, dst)
 
+    def expect_writes(self, slots: Sequence[np.ndarray]) -> None:
+        """Tokens are about to be written to ``slots``, host arrays [T] of block * block_size + offset, one a group; a storage
+        that checks its writes looks at them.
+        """
+
     def read(self, layer: int, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """K and V of ``blocks`` in layer ``layer`` of their groups, on the host, in the plain layout [n, KVH, B, D]."""
         pages = self._device.array(np.array(blocks, dtype=np.int64))

@@ -76,8 +76,8 @@ class BeamRequest(Tracked):
     def take(self, child: int, logits: np.ndarray) -> None:
         if not self._beams:
             self._beams = [Beam(self.request.sequences[0], 0.0, ())]
-        width = min(2 * self._params.beam_width, len(logits))
-        best = prompt_logprobs(logits[None], [int(logits.argmax())], width)[0]
+        enough = min(self._params.beam_width + len(self._eos_token_ids), len(logits))
+        best = prompt_logprobs(logits[None], [int(logits.argmax())], enough)[0]
         if isinstance(best, SamplingError):
             self.fail(best)
             return
@@ -103,8 +103,12 @@ class BeamRequest(Tracked):
 
     # ---- a step of the search ----------------------------------------------------------------------------------------
     def _select(self) -> None:
-        """The best 2W continuations of all beams: those that end become hypotheses if among the first W, others beams."""
+        """Of the continuations of all beams, those that end become hypotheses if among the best W, the best W others beams.
+
+        (1 + number of EOS ids) * W of them are enough: no more than those can be in the way of the W-th that goes on.
+        """
         width = self._params.beam_width
+        enough = width * (1 + len(self._eos_token_ids))
         pool = [
             (
                 -(beam.logprob + logprob),
@@ -116,7 +120,7 @@ class BeamRequest(Tracked):
             for token_id, logprob, rank in beam.candidates or ()
         ]
         chosen: list[tuple[Beam, float, SampledToken]] = []
-        for place, (negative, order, token_id, token) in enumerate(heapq.nsmallest(2 * width, pool)):
+        for place, (negative, order, token_id, token) in enumerate(heapq.nsmallest(enough, pool)):
             parent = self._beams[order]
             if token_id not in self._eos_token_ids:
                 chosen.append((parent, -negative, token))

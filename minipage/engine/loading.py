@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..cache import BlockManager, Group
 from ..config import EngineConfig
@@ -21,6 +22,7 @@ from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.fingerprint import fingerprint
 from ..weights.hub import resolve_model
 from ..weights.loader import load_parameters
+from . import debug
 from .engine import Engine
 from .preemption import PreemptionCost
 from .prefix_store import PrefixStore
@@ -102,10 +104,11 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     )
     logger.info("KV cache: %s", message)
     num_host_blocks = int(config.swap_space) // shape.bytes_per_block
-    kv = KVCache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
     blocks = BlockManager(
         num_blocks, config.block_size, groups, caching=config.enable_prefix_caching, num_host_blocks=num_host_blocks
     )
+    new_cache = partial(debug.CheckedKVCache, blocks) if debug.is_enabled() else KVCache
+    kv = new_cache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
     info = ModelInfo(
         path=checkpoint.path,
         config=model_config,
@@ -138,7 +141,8 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         vocab_size=model_config.vocab_size,
         fingerprint=lambda: fingerprint(model_config, params, device),
     )
-    engine = Engine(
+    new_engine = debug.CheckedEngine if debug.is_enabled() else Engine
+    engine = new_engine(
         Runner(device, decoder, kv, cost),
         scheduler,
         prompts,

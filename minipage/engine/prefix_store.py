@@ -164,8 +164,8 @@ class PrefixStore:
 
 def _compare(found: Any, wanted: dict[str, Any]) -> None:
     """Raise InvalidArgumentError naming all in which the engine that saved differs from this one."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InvalidArgumentError(f"was saved as {shorten(found)}; wanted an object with format {FORMAT}")
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(f"was saved by {shorten(found)}; wanted the description of an engine")
     differences = [
         f"{name} is {shorten(found.get(name))} in the file and {shorten(value)} here"
         for name, value in wanted.items()

@@ -80,8 +80,9 @@ class Request:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it takes of max_num_seqs: those to be forked count before they exist."""
-        return len(self.unfinished) if self.is_forked else self.width
+        """Sequences that it takes of max_num_seqs: those that may yet be forked count before they exist."""
+        may_fork = not self.is_forked or isinstance(self.params, BeamSearchParams)
+        return self.width if may_fork else len(self.unfinished)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

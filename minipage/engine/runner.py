@@ -76,13 +76,15 @@ class Runner:
             for group in range(self.kv.num_groups)
         ]
         blocks = [table[sequences, positions // size].astype(np.int64) for table in tables]
+        slots = [block * size + positions % size for block in blocks]
+        self.kv.expect_writes(slots)
         array = self._device.array
         return Batch(
             token_ids=array(np.array(token_ids, dtype=np.int32)),
             positions=array(positions.astype(np.int32)),
             query_start=array(query_start.astype(np.int32)),
             context_lens=array((starts + counts).astype(np.int32)),
-            slots=tuple(array(block * size + positions % size) for block in blocks),
+            slots=tuple(map(array, slots)),
             block_tables=tuple(array(table) for table in tables),
         )
 

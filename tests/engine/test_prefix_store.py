@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +264,15 @@ def test_another_model_is_refused(history: Folders, saved: Path, tmp_path: Path)
     assert len(fingerprints) == 1 + len(others)
 
 
+def test_kinds_of_the_same_weights_are_told_apart(tmp_path: Path) -> None:
+    """Weights that are stored and multiplied in another kind give other bits, though their values are the same."""
+    folder = models.history_model(tmp_path / "model", SEED, dtype="bfloat16")
+    with open_llm(folder, device="reference", dtype="float32") as llm:
+        llm.save_prefix_cache(tmp_path / "cache")
+    with open_llm(folder, device="reference", dtype="bfloat16", kv_cache_dtype="float32") as llm:
+        assert_refused(llm, tmp_path / "cache", "model is")
+
+
 def test_large_matrices_are_told_apart(tmp_path: Path) -> None:
     """Of a matrix of more than a megabyte the first and the last row count, and rows evenly spaced between them."""
     shape: dict[str, Any] = {"vocab_size": 9000, "num_hidden_layers": 1}
@@ -358,6 +366,7 @@ def forgeries(saved: Path) -> dict[str, tuple[Tensors, dict[str, str]]]:
         "a later format": ({}, {"engine": json.dumps({**engine, "format": 2})}),
         "no engine at all": ({}, {"engine": "[]"}),
         "a huge number": ({}, {"engine": '{"format": ' + "1" * 10_000 + "}"}),
+        "another salt": ({}, {"salts": '["0/other"]', "digest": about["digest"]}),
         "a wrong digest": ({}, {"digest": "0" * 64}),
     }
 
@@ -429,10 +438,11 @@ def test_file_is_replaced_whole(history: Folders, saved: Path, tmp_path: Path, m
                 llm.save_prefix_cache(path)
         assert path.read_bytes() == saved.read_bytes()
         assert os.listdir(tmp_path) == ["cache"]
+        os.link(path, before := tmp_path.parent / f"{tmp_path.name}-before")
         assert llm.save_prefix_cache(path) == 0
         assert llm.load_prefix_cache(path) == 0
         assert os.listdir(tmp_path) == ["cache"]
-        assert stat.S_ISREG(path.stat().st_mode)
+        assert before.read_bytes() == saved.read_bytes()  # who reads it meanwhile reads on in the file that it was
 
 
 def test_saving_twice_gives_the_same_file(history: Folders, saved: Path, tmp_path: Path) -> None:

@@ -67,12 +67,11 @@ class CheckedKVCache(KVCache):
         """Check the blocks of the slots that a step's tokens go to. What it swaps and copies has been read by now, so that
         what was discarded can be poisoned.
         """
-        every = np.concatenate(slots)
-        distinct, counts = np.unique(every, return_counts=True)
+        distinct, counts = np.unique(np.concatenate(slots), return_counts=True)
+        blocks = distinct // self.shape.block_size
+        self._check_exclusive(blocks.tolist(), "written by a token")
         if counts.max() > 1:
-            slot = int(distinct[counts.argmax()])
-            raise AssertionError(f"block {slot // self.shape.block_size} has two tokens written to its slot {slot}")
-        self._check_exclusive(np.unique(every // self.shape.block_size).tolist(), "written by a token")
+            raise AssertionError(f"block {blocks[counts.argmax()]} has two tokens written to one of its slots")
         if self._discarded:
             pages = self._device.array(np.array(sorted(self._discarded), dtype=np.int64))
             self.key[:, pages] = self.value[:, pages] = _NAN[self.shape.dtype]

@@ -1,0 +1,84 @@
+"""`minipage generate`: where prompts come from and what is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipage import LLM
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_one_prompt_is_continued(run: Run) -> None:
+    """The prompt and its completion read as one text."""
+    assert run("generate", "The capital of France is>") == (0, "The capital of France is>Paris.\n", "")
+
+
+def test_several_prompts_are_numbered(run: Run) -> None:
+    """Results come in the order of the prompts, each completion of n under its own number."""
+    code, out, _ = run("generate", "a~", "b>", "--max-tokens", "4")
+    assert (code, out) == (0, "[0] a~xyxy\n[1] b>Pari\n")
+    code, out, _ = run("generate", "b>", "--n", "2")
+    assert (code, out) == (0, "[0.0] b>Paris.\n[0.1] b>Paris.\n")
+
+
+def test_chat_answers_instead_of_continuing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--chat puts a prompt through the template and shows the answer alone; --json shows what the template made of it."""
+    asked: list[Any] = []
+    stream_chat = LLM.stream_chat
+
+    def listen(llm: LLM, messages: Any, params: Any) -> Any:
+        asked.extend(messages)
+        return stream_chat(llm, messages, params)
+
+    monkeypatch.setattr(LLM, "stream_chat", listen)
+    assert run("generate", "--chat", "--system", "be brief", "capital>") == (0, "Paris.\n", "")
+    assert asked == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "capital>"}]
+    code, out, _ = run("generate", "--chat", "--system", "be brief", "--json", "capital>")
+    assert (code, json.loads(out)["prompt"]) == (0, "be brief|capital>")
+
+
+def test_prompts_from_standard_input(run: Run, feed: Callable[[str], None]) -> None:
+    """Without arguments every line that is not empty is a prompt."""
+    feed("a>\n\nb*\n")
+    code, out, _ = run("generate")
+    assert (code, out) == (0, "[0] a>Paris.\n[1] b*né\n")
+
+
+def test_prompts_from_a_file(run: Run, tmp_path: Path) -> None:
+    """Lines of JSON where the first is an object, else lines of text; after the prompts of the arguments."""
+    (tmp_path / "lines").write_text("b>\n")
+    (tmp_path / "json").write_text('{"prompt": "two\\nlines>"}\n{"prompt_token_ids": [62]}\n')
+    assert run("generate", "a>", "--file", str(tmp_path / "lines"))[1] == "[0] a>Paris.\n[1] b>Paris.\n"
+    assert run("generate", "--file", str(tmp_path / "json"))[1] == "[0] two\nlines>Paris.\n[1] Paris.\n"
+
+
+@pytest.mark.parametrize("line", ["[1]", "{", '{"promt": "a"}', '{"prompt": "a", "seed": 1}', "{}"])
+def test_a_bad_json_line_is_named(run: Run, tmp_path: Path, line: str) -> None:
+    """Where the first line says JSON, all must be, with keys that are known."""
+    file = tmp_path / "prompts"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    code, out, err = run("generate", "--file", str(file))
+    assert (code, out) == (2, "")
+    assert f"{file}, line 2" in err
+
+
+def test_json_is_all_of_standard_output(run: Run) -> None:
+    """One object a line with the names of RequestOutput and CompletionOutput."""
+    code, out, _ = run("generate", "--json", "a*", "b>", "--n", "2", "--logprobs", "2")
+    results = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [result["prompt"] for result in results] == ["a*", "b>"]
+    assert [completion["index"] for completion in results[0]["outputs"]] == [0, 1]
+    first = results[0]["outputs"][0]
+    assert (first["text"], first["finish_reason"], len(first["token_ids"])) == ("né", "stop", 4)
+    assert first["logprobs"][0][str(ord("n"))] == {
+        "logprob": pytest.approx(0, abs=1e-4),
+        "rank": 1,
+        "decoded_token": "n",
+    }

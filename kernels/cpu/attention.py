@@ -181,7 +181,7 @@ def _reduce(
     sums: Array,
     num_rows: int,
     pages: Pages,
-    kv_head: int,
+    kv_head: int | np.int64,
     table: Array,
     scoring: Scoring,
 ) -> None:

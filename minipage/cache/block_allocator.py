@@ -97,12 +97,8 @@ class BlockAllocator:
         if self._free:
             block = self._free.pop()
         elif self._evictable:
-            block, _ = self._evictable.popitem(last=False)
-            self._cached.remove(block)
-            if self.on_evict is not None:
-                self.on_evict(block)
-            if self.on_discard is not None:
-                self.on_discard(block)
+            block = next(iter(self._evictable))
+            self._evict(block)
         else:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are held")
         self._ref_counts[block] = 1
@@ -141,6 +137,21 @@ class BlockAllocator:
         if self.ref_count(block) == 0 or block in self._cached:
             raise ValueError(f"block {block} cannot be published: it must be held and not published yet")
         self._cached.add(block)
+
+    def discard(self, block: int) -> None:
+        """Give up what an evictable block holds: it is free. Raises ValueError if it is held, or free already."""
+        if self._known(block) not in self._evictable:
+            raise ValueError(f"block {block} cannot be discarded: it must be published and held by nobody")
+        self._evict(block)
+        self._free.append(block)
+
+    def _evict(self, block: int) -> None:
+        del self._evictable[block]
+        self._cached.remove(block)
+        if self.on_evict is not None:
+            self.on_evict(block)
+        if self.on_discard is not None:
+            self.on_discard(block)
 
     def _known(self, block: int) -> int:
         if not 0 <= block < self.num_blocks:

@@ -70,7 +70,8 @@ class PrefixCache:
         """Publish the full blocks of ``table`` among its first ``num_computed`` tokens, whose K and V must be computed.
 
         ``token_ids`` are the sequence's, from its first token on. The first to publish a prefix wins: an equal block of
-        someone else stays private. ``table.prefix`` keeps what was seen, so each call hashes new full blocks only.
+        someone else stays private, unless nobody holds the first any more, whose place it then takes. ``table.prefix`` keeps
+        what was seen, so each call hashes new full blocks only.
         """
         if num_computed > min(table.num_tokens, len(token_ids)):
             raise ValueError(
@@ -126,12 +127,16 @@ class PrefixCache:
 
     def _publish(self, block: int, prefix: Prefix) -> Prefix:
         winner = self._blocks.get(prefix.key)
-        if winner is None:
-            self._allocator.mark_cached(block)
-            self._blocks[prefix.key] = block
-            self._prefixes[block] = prefix
-        elif self._prefixes[winner].equals(prefix):
-            return self._prefixes[winner]  # one chain for all who share it keeps comparisons short
+        if winner is not None:
+            if not self._prefixes[winner].equals(prefix):
+                return prefix
+            prefix = self._prefixes[winner]  # one chain for all who share it keeps comparisons short
+            if self._allocator.ref_count(winner) > 0:
+                return prefix
+            self._allocator.discard(winner)
+        self._allocator.mark_cached(block)
+        self._blocks[prefix.key] = block
+        self._prefixes[block] = prefix
         return prefix
 
     def _forget(self, block: int) -> None:

@@ -184,6 +184,8 @@ class ModelledAllocator:
         self.allocator = BlockAllocator(num_blocks)
         self.allocator.on_evict = lambda block: self.evicted.append(block)
         self.evicted: list[int] = []
+        self.allocator.on_discard = lambda block: self.discarded.append(block)
+        self.discarded: list[int] = []
         self.free_blocks = set(range(num_blocks))
         self.evictable: list[int] = []
         self.held: Counter[int] = Counter()
@@ -192,6 +194,7 @@ class ModelledAllocator:
     def allocate(self) -> None:
         """A free block, or the least recently used evictable one and a call of on_evict, or OutOfBlocks."""
         self.evicted.clear()
+        self.discarded.clear()
         if not self.free_blocks and not self.evictable:
             with pytest.raises(OutOfBlocks):
                 self.allocator.allocate()
@@ -200,9 +203,10 @@ class ModelledAllocator:
         if self.free_blocks:
             self.free_blocks.remove(block)
             assert not self.evicted
+            assert not self.discarded
         else:
             assert block == self.evictable.pop(0)
-            assert self.evicted == [block]
+            assert self.evicted == self.discarded == [block]
             self.cached.remove(block)
         self.held[block] = 1
 
@@ -223,7 +227,9 @@ class ModelledAllocator:
             with pytest.raises(ValueError, match=f"block {block} "):
                 self.allocator.free(block)
             return
+        self.discarded.clear()
         self.allocator.free(block)
+        assert self.discarded == ([block] if self.held[block] == 1 and block not in self.cached else [])
         self.held[block] -= 1
         if not self.held[block]:
             del self.held[block]
@@ -241,10 +247,27 @@ class ModelledAllocator:
         self.allocator.mark_cached(block)
         self.cached.add(block)
 
+    def discard(self, block: int) -> None:
+        """Free, and a call of both callbacks, unless the block is not evictable."""
+        if block not in self.evictable:
+            with pytest.raises(ValueError, match=f"block {block} "):
+                self.allocator.discard(block)
+            return
+        self.evicted.clear()
+        self.discarded.clear()
+        self.allocator.discard(block)
+        assert self.evicted == self.discarded == [block]
+        self.evictable.remove(block)
+        self.cached.remove(block)
+        self.free_blocks.add(block)
+
     def compare_counts(self) -> None:
         """The two agree in everything that can be asked."""
         assert self.allocator.num_free_blocks == len(self.free_blocks) + len(self.evictable)
+        assert self.allocator.num_unused_blocks == len(self.free_blocks)
         assert self.allocator.num_cached_blocks == len(self.cached)
+        held = sorted(self.cached - set(self.evictable))
+        assert self.allocator.cached_blocks() == held + self.evictable[::-1]
         for block in range(self.allocator.num_blocks):
             assert self.allocator.ref_count(block) == self.held[block]
 
@@ -269,7 +292,7 @@ def test_100_000_random_operations_agree_with_the_model():
     rng = random.Random(2)
     num_blocks = 12
     modelled = ModelledAllocator(num_blocks)
-    operations = [modelled.fork, modelled.free, modelled.mark_cached]
+    operations = [modelled.fork, modelled.free, modelled.mark_cached, modelled.discard]
     for i in range(100_000):
         # The balance tips back and forth, so that the pool runs full and empty in turn.
         filling = i // 50 % 2 == 0
@@ -277,7 +300,7 @@ def test_100_000_random_operations_agree_with_the_model():
         if choice < (0.5 if filling else 0.2):
             modelled.allocate()
         else:
-            operation = rng.choices(operations, (2, 2, 1) if filling else (1, 8, 1))[0]
+            operation = rng.choices(operations, (4, 4, 2, 1) if filling else (2, 16, 2, 1))[0]
             operation(rng.randrange(-1, num_blocks + 1))
         modelled.compare_counts()
         if i % 20 == 0:
@@ -312,6 +335,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(block=st.integers(-1, 5))
     def mark_cached(self, block: int) -> None:
         self.modelled.mark_cached(block)
+
+    @rule(block=st.integers(-1, 5))
+    def discard(self, block: int) -> None:
+        self.modelled.discard(block)
 
     @invariant()
     def agree(self) -> None:

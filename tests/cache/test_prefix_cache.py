@@ -126,6 +126,25 @@ def test_the_first_to_publish_wins():
     assert not pool.allocator.is_cached(private)
 
 
+def test_a_held_block_takes_the_place_of_one_that_nobody_holds():
+    """Published late, as after a swap, a sequence's blocks replace equal evictable ones, which are free: one copy is enough."""
+    pool = Pool(8)
+    tokens = list(range(8))
+    late = BlockTable(pool.allocator, BLOCK_SIZE)
+    late.append(8)
+    early, _ = pool.start(tokens)
+    prefix = early.prefix
+    early.free()
+    assert pool.allocator.num_unused_blocks == 4
+    pool.cache.publish(late, tokens, 8)
+    pool.cache.check_integrity()
+    assert pool.cache.match(tokens, 8) == late.blocks
+    assert late.prefix is prefix
+    assert (pool.allocator.num_unused_blocks, pool.allocator.num_cached_blocks) == (6, 2)
+    late.free()
+    assert pool.run([*range(8), 9]) == 8
+
+
 def test_a_fork_goes_on_where_its_parent_had_published():
     """Children publish their own blocks under the chain of what they share."""
     pool = Pool(8)

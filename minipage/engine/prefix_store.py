@@ -1,7 +1,7 @@
 """A prefix cache in a file: what was computed once is warm after a restart.
 
-One safetensors file. Its metadata say which engine it fits (``engine``: JSON) and the salts of its chains (``salts``: JSON);
-``digest`` is a SHA-256 over both and all tensors, in order of name:
+One safetensors file. Its metadata say which engine it fits (``engine``: JSON) and the salts of its chains (``salts``: JSON,
+"group/salt" each); ``digest`` is a SHA-256 over both and all tensors, in order of name:
 
     parents   int64 [N]         the node before each node, an earlier one; -1 - r: salt r, where a chain begins
     tokens    int32 [N, B]      of each node
@@ -71,7 +71,7 @@ class PrefixStore:
                 key, value = self._kv.read(layer, blocks)
                 tensors[f"key.{layer}"] = np.ascontiguousarray(key)
                 tensors[f"value.{layer}"] = np.ascontiguousarray(value)
-            metadata = {"engine": json.dumps(self._engine()), "salts": json.dumps(chains.salts)}
+        metadata = {"engine": json.dumps(self._engine()), "salts": json.dumps(chains.salts)}
         metadata["digest"] = _digest(metadata, tensors.__getitem__, tensors)
         _write(file, tensors, metadata)
         return len(blocks)
@@ -110,7 +110,8 @@ class PrefixStore:
     def _engine(self) -> dict[str, Any]:
         """What must agree between the engine that saved a file and the one that loads it."""
         if not isinstance(self._fingerprint, str):
-            self._fingerprint = self._fingerprint()
+            with self._device.compute():
+                self._fingerprint = self._fingerprint()
         shape = self._kv.shape
         return {
             "format": FORMAT,

@@ -7,23 +7,42 @@ an environment of its own:
     golden-env/bin/python scripts/make_golden.py
 
 Each folder holds a checkpoint and golden.npz: ``prompt`` [T] int64, ``logits`` [T, V] float32 after each of its tokens,
-and ``greedy`` [n] int64, the most likely tokens that follow it.
+and ``greedy`` [n] int64, the most likely tokens that follow it. Some also hold beams.json: the end-of-sequence ids, and
+beam searches with the hypotheses that they find, the best first.
+
+With names of folders as arguments only the beams of these are made anew.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "models" / "golden"
 GREEDY_TOKENS = 16
 SMALLEST_GAP = 0.01  #: between the two best logits of every greedy step, so that rounding cannot change the winner
+
+BEAM_MODELS = ("llama-mha", "llama-tied-head-dim", "mistral-bfloat16")
+BEAM_TOKENS = 8
+BEAM_PROMPT_LENGTH = 11
+NUM_EOS = 4
+BEAM_SETTINGS = tuple(itertools.product((2, 3, 4), (0.5, 1.0, 2.0), (False, True, "never")))
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -191,6 +210,64 @@ def make(golden: Golden) -> None:
     print(f"{golden.name}: prompt seed {seed}, {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
 
 
+def search(
+    model: Any, prompt: list[int], setting: tuple[Any, ...], eos: list[int] | None
+) -> list[tuple[list[int], float]]:
+    """The hypotheses of a beam search with their scores: generated tokens, up to the one that ends them."""
+    num_beams, length_penalty, early_stopping = setting
+    input_ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),  # else tokens that equal pad_token_id are taken for padding
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        max_new_tokens=BEAM_TOKENS,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    found = []
+    for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
+        tokens = row[len(prompt) :]
+        ends = [index for index, token in enumerate(tokens) if token in (eos or [])]
+        found.append((tokens[: ends[0] + 1] if ends else tokens, score))
+    return found
+
+
+def make_beams(name: str) -> None:
+    """Write beams.json of a golden model: for each setting the first prompt whose hypotheses rounding does not change."""
+    folder = GOLDEN / name
+    single, double = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        for dtype in (torch.float32, torch.float64)
+    )
+    prompts = (
+        np.random.default_rng(seed).integers(0, SHAPE["vocab_size"], BEAM_PROMPT_LENGTH).tolist()
+        for seed in itertools.count(500)
+    )
+    # Tokens that are likely end hypotheses, so that these are of different lengths.
+    likely = [search(single, next(prompts), (4, 1.0, False), None) for _ in range(5)]
+    counts = Counter(token for found in likely for tokens, _ in found for token in tokens[1:])
+    eos = sorted(token for token, _ in counts.most_common(NUM_EOS))
+    searches = []
+    for setting in BEAM_SETTINGS:
+        for prompt in prompts:
+            found, exact = search(single, prompt, setting, eos), search(double, prompt, setting, eos)
+            lengths = {len(tokens) for tokens, _ in found}
+            if [tokens for tokens, _ in found] == [tokens for tokens, _ in exact] and len(lengths) > 1:
+                break
+        searches.append([prompt, *setting, found])
+    (folder / "beams.json").write_text(json.dumps({"eos": eos, "searches": searches}) + "\n")
+    print(f"{name}: {len(searches)} beam searches")
+
+
 if __name__ == "__main__":
-    for each in MODELS:
-        make(each)
+    if not sys.argv[1:]:
+        for each in MODELS:
+            make(each)
+    for each_name in sys.argv[1:] or BEAM_MODELS:
+        make_beams(each_name)

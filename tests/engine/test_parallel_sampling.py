@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from helpers import models, ref
 from helpers.checks import Canary, assert_clean, assert_idle_and_whole, result
-from helpers.pressure import Ask, Watch, finish, poison, serve
-from helpers.tokenizers import f3_backend, write_tokenizer
+from helpers.pressure import Ask, Watch, byte_model, finish, poison, serve
 
 from minipage import LLM, InvalidArgumentError, SamplingParams
 from minipage.engine import philox
@@ -50,15 +49,6 @@ def llm(history: Folders, canary: Callable[[int], Canary]) -> Iterator[LLM]:
     with open_llm(history(SEED), enable_prefix_caching=False) as llm:
         yield llm
         assert_clean(llm, canary(SEED))
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in which every past token matters and whose tokens are bytes: its text is full of broken characters."""
-    folder = tmp_path_factory.mktemp("talking")
-    backend = f3_backend()
-    tokenizer = write_tokenizer(folder / "tokenizer", backend)
-    return models.history_model(folder / "model", 3, vocab_size=backend.get_vocab_size(), tokenizer=tokenizer)
 
 
 # ---- each is a draw of its own -----------------------------------------------------------------------------------------
@@ -145,12 +135,12 @@ def test_children_end_on_their_own(llm: LLM, history: Folders) -> None:
         assert llm.stats().num_blocks - blocks == expected_held, "who has ended gives its blocks back at once"
 
 
-def test_many_prompts_many_children(talking: Path) -> None:
+def test_many_prompts_many_children(tmp_path: Path) -> None:
     """Twelve prompts of three children: results in input order, indices, streams and texts that agree, prompts counted once."""
     rng = np.random.default_rng(0)
     prompts = [[int(t) for t in rng.integers(0, 256, n)] for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 21, 29, 30)]
     params = [sampled(4 + i, n=3, seed=i, logprobs=1) for i in range(12)]
-    with open_llm(talking) as llm:
+    with open_llm(byte_model(tmp_path, 3)) as llm:
         outs = llm.generate(prompts, params, use_tqdm=False)
         assert [out.prompt_token_ids for out in outs] == prompts
         assert llm.stats().prompt_tokens == sum(map(len, prompts))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from helpers import models
 from helpers.checks import Result, assert_idle_and_whole, result
+from helpers.tokenizers import f3_backend, write_tokenizer
+
+from minipage.engine.request import Status
 
 if TYPE_CHECKING:
     from minipage import LLM, BeamSearchParams, SamplingParams
@@ -69,6 +74,15 @@ class Watch:
         )
 
 
+def byte_model(folder: Path, seed: int, **overrides: Any) -> Path:
+    """Write a model in which every past token matters and whose tokens are bytes: its text is full of broken characters."""
+    backend = f3_backend()
+    tokenizer = write_tokenizer(folder / "tokenizer", backend)
+    return models.history_model(
+        folder / "model", seed, vocab_size=backend.get_vocab_size(), tokenizer=tokenizer, **overrides
+    )
+
+
 def serve(llm: LLM, asks: Sequence[Ask], max_steps: int = 5000) -> list[Seen]:
     """All requests at once, through ``engine.step``; the books are checked after every step."""
     watch = Watch()
@@ -83,6 +97,8 @@ def finish(llm: LLM, watch: Watch, max_steps: int = 5000) -> None:
     for _ in range(max_steps):
         if not llm.engine.has_unfinished_requests():
             assert_idle_and_whole(llm)
+            host = llm.engine._scheduler.blocks.host
+            assert host is None or host.num_free_blocks == host.num_blocks
             return
         watch.take(llm.engine.step())
         llm.check_integrity()
@@ -97,15 +113,26 @@ def all_tables(llm: LLM) -> list[Tables]:
 
 
 def assert_limits(llm: LLM) -> None:
-    """Between steps a table of layers with a window W holds at most ceil(W / block_size) + 1 blocks, and seats suffice."""
+    """Between steps a table with a window W holds at most ceil(W / block_size) + 1 blocks and the sinks', seats suffice, and
+    who came first is served first: the sequences of a request are on the device together, or in the host pool together.
+    """
     scheduler = llm.engine._scheduler
     blocks = scheduler.blocks
     for tables in all_tables(llm):
         for group, table in zip(blocks.groups, tables.tables, strict=True):
             if group.window:
                 held = sum(block >= 0 for block in table.blocks)
-                assert held <= -(-group.window // blocks.block_size) + 1
+                sinks = -(-group.sinks // blocks.block_size)
+                assert held <= -(-group.window // blocks.block_size) + 1 + sinks
     assert sum(len(request.unfinished) for request in scheduler.running) <= scheduler._max_num_seqs
+    arrivals = {id(tracked.request): order for order, tracked in enumerate(llm.engine._tracked.values())}
+    queue = [arrivals[id(request)] for request in [*scheduler.running, *scheduler.waiting]]
+    assert queue == sorted(queue)
+    for request in scheduler.waiting:
+        is_swapped = request.status is Status.SWAPPED
+        for sequence in request.unfinished:
+            assert not sequence.tables.blocks
+            assert is_swapped == bool(sequence.tables.swapped)
 
 
 def poison(llm: LLM) -> None:

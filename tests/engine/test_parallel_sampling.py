@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from helpers import models, ref
 from helpers.checks import Canary, assert_clean, assert_idle_and_whole, result
-from helpers.pressure import Ask, Watch, byte_model, finish, poison, serve
+from helpers.pressure import Ask, Watch, byte_model, draw, finish, poison, serve
 
 from minipage import LLM, InvalidArgumentError, SamplingParams
-from minipage.engine import philox
 from minipage.outputs import RequestOutput
 
 SEED = 6
@@ -54,23 +53,11 @@ def llm(history: Folders, canary: Callable[[int], Canary]) -> Iterator[LLM]:
 # ---- each is a draw of its own -----------------------------------------------------------------------------------------
 
 
-def draw(model: ref.Reference, prompt: Sequence[int], seed: int, child: int, num_tokens: int) -> list[int]:
-    """What REF's distribution gives for the random numbers of a child; fails where rounding could decide."""
-    token_ids = list(prompt)
-    for position in range(num_tokens):
-        logits = model.logits(token_ids)[-1] / TEMPERATURE
-        edges = np.exp(logits - logits.max()).cumsum()
-        mark = philox.uniform(seed, child, position) * edges[-1]
-        assert np.abs(edges - mark).min() > 1e-6, "a close call: take another seed"
-        token_ids.append(int(np.searchsorted(edges, mark, side="right")))
-    return token_ids[len(prompt) :]
-
-
 def test_children_are_drawn_from_seed_and_index(llm: LLM, history: Folders) -> None:
     """Child i is what the random numbers of (seed, i) pick from REF's distributions."""
     model, prompt = ref.Reference(history(SEED)), models.history_prompt(SEED)
     out = complete(llm, prompt, sampled(10, n=5))
-    expected = [draw(model, prompt, 1234, child, 10) for child in range(5)]
+    expected = [draw(model, prompt, 10, TEMPERATURE, 1234, child) for child in range(5)]
     assert [output.token_ids for output in out.outputs] == expected
     assert len({tuple(tokens) for tokens in expected}) == 5
 
@@ -111,7 +98,7 @@ def test_children_end_on_their_own(llm: LLM, history: Folders) -> None:
 
     @cache
     def lengths(seed: int) -> list[int]:
-        draws = [draw(model, prompt, seed, child, 12) for child in range(4)]
+        draws = [draw(model, prompt, 12, TEMPERATURE, seed, child) for child in range(4)]
         return [next((i + 1 for i, token in enumerate(tokens) if token in stops), 12) for tokens in draws]
 
     seed = next(s for s in range(200) if lengths(s)[2] == 1 and lengths(s)[0] > max(lengths(s)[1:]))
@@ -123,7 +110,7 @@ def test_children_end_on_their_own(llm: LLM, history: Folders) -> None:
     out = watch.last["four"]
     for child, (output, length) in enumerate(zip(out.outputs, lengths(seed), strict=True)):
         assert output.index == child
-        expected = draw(model, prompt, seed, child, length)
+        expected = draw(model, prompt, length, TEMPERATURE, seed, child)
         assert output.token_ids == expected
         assert output.logprobs is not None and len(output.logprobs) == length
         stopped = expected[-1] in stops

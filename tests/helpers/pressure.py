@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from helpers import models
+from helpers import models, ref
 from helpers.checks import Result, assert_idle_and_whole, result
 from helpers.tokenizers import f3_backend, write_tokenizer
 
+from minipage.engine import philox
 from minipage.engine.request import Status
 
 if TYPE_CHECKING:
@@ -72,6 +73,26 @@ class Watch:
             tuple(self._streams[request_id]),
             out.prompt_logprobs,
         )
+
+
+def draw(
+    model: ref.Reference,
+    prompt: Sequence[int],
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    child: int = 0,
+    window: ref.Window = None,
+) -> list[int]:
+    """What REF's distributions give for the random numbers of a child; fails where rounding could decide."""
+    token_ids = list(prompt)
+    for position in range(num_tokens):
+        logits = model.logits(token_ids, window)[-1] / temperature
+        edges = np.exp(logits - logits.max()).cumsum()
+        mark = philox.uniform(seed, child, position) * edges[-1]
+        assert np.abs(edges - mark).min() > 1e-6, "a close call: take another seed"
+        token_ids.append(int(np.searchsorted(edges, mark, side="right")))
+    return token_ids[len(prompt) :]
 
 
 def byte_model(folder: Path, seed: int, **overrides: Any) -> Path:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = Any  #: a NumPy array
+Window = int | Sequence[int] | None
 
 QUERIES_AT_ONCE = 256  #: scores of a long prompt are more than a cache holds
 
@@ -52,20 +53,21 @@ class Reference:
             x / np.sqrt(variance + np.asarray(self.config["rms_norm_eps"], self.dtype)) * self.weight(name + ".weight")
         )
 
-    def logits(self, token_ids: Sequence[int], window: int | None = None, sinks: int = 0) -> Array:
-        """Logits [T, V] after each of ``token_ids``. A ``window`` W lets a token see itself and the W-1 before it.
+    def logits(self, token_ids: Sequence[int], window: Window = None, sinks: int = 0) -> Array:
+        """Logits [T, V] after each of ``token_ids``. A ``window`` W, one for all layers or one a layer, lets a token see itself
+        and the W-1 before it; 0 and None are no window.
 
         With ``sinks`` it sees the first tokens too, and positions are those in the cache (StreamingLLM).
         """
         x = self.weight("model.embed_tokens.weight")[np.asarray(token_ids)]
         cos, sin = (table.astype(self.dtype) for table in rope_tables(self.config, self.head_dim, len(token_ids)))
         for i in range(self.config["num_hidden_layers"]):
-            layer = f"model.layers.{i}."
+            layer, seen = f"model.layers.{i}.", window[i] if isinstance(window, Sequence) else window
             normed, name = self.norm(x, layer + "input_layernorm"), layer + "self_attn."
-            if sinks and window:
-                x = x + self.streaming_attention(normed, name, cos, sin, window, sinks)
+            if sinks and seen:
+                x = x + self.streaming_attention(normed, name, cos, sin, seen, sinks)
             else:
-                x = x + self.attention(normed, name, cos, sin, window)
+                x = x + self.attention(normed, name, cos, sin, seen)
             x = x + self.mlp(self.norm(x, layer + "post_attention_layernorm"), layer + "mlp.")
         x = self.norm(x, "model.norm")
         return x @ self.weight("model.embed_tokens.weight" if self.tied else "lm_head.weight").T
@@ -119,7 +121,7 @@ class Reference:
 
 
 def greedy(
-    model: Reference, prompt: Sequence[int], num_tokens: int, window: int | None = None, stop: Sequence[int] = ()
+    model: Reference, prompt: Sequence[int], num_tokens: int, window: Window = None, stop: Sequence[int] = ()
 ) -> list[int]:
     """The ``num_tokens`` most likely tokens after ``prompt``, one by one; ends early behind a token of ``stop``."""
     token_ids = list(prompt)
@@ -136,7 +138,7 @@ def log_softmax(logits: Array) -> Array:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def smallest_gap(model: Reference, prompt: Sequence[int], num_tokens: int, window: int | None = None) -> float:
+def smallest_gap(model: Reference, prompt: Sequence[int], num_tokens: int, window: Window = None) -> float:
     """How close the two best logits come over ``num_tokens`` greedy steps; below rounding, the winner is luck."""
     token_ids = [*prompt, *greedy(model, prompt, num_tokens, window)]
     best = np.sort(model.logits(token_ids[:-1], window)[len(prompt) - 1 :], axis=-1)
@@ -150,7 +152,7 @@ def safe_prompts(
     *,
     seed: int = 0,
     gap: float = 0.002,
-    window: int | None = None,
+    window: Window = None,
 ) -> list[list[int]]:
     """A random prompt of each length whose ``num_tokens`` greedy steps are never a close call."""
     rng = np.random.default_rng(seed)

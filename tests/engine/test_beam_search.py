@@ -100,6 +100,20 @@ def test_equals_brute_force(
         assert_idle_and_whole(llm)
 
 
+@pytest.mark.parametrize(("num_eos", "width", "length_penalty"), [(3, 2, 3.0), (4, 3, 2.0), (2, 3, -0.5)])
+def test_searches_that_go_on(tmp_path: Path, num_eos: int, width: int, length_penalty: float) -> None:
+    """With "never" a search goes on while anything may get better, and several EOS ids leave it W hypotheses to go on with."""
+    options: dict[str, Any] = {"max_tokens": 5, "length_penalty": length_penalty, "early_stopping": "never"}
+    eos = list(range(8 - num_eos, 8))
+    for seed in range(40):
+        table = np.random.default_rng(seed).normal(0, 1.5, (8, 8)).astype(np.float32)
+        table[:, eos] += 1
+        expected = beam_search(table_logprobs(table, 0), width=width, eos=eos, **options)
+        if expected.gap > CLOSE:
+            with open_llm(models.script_model(tmp_path / str(seed), table, eos_token_id=eos)) as llm:
+                assert_found(search(llm, [0], BeamSearchParams(beam_width=width, **options)), expected.found)
+
+
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize(("vocab", "max_tokens"), [(2, 6), (3, 4), (5, 3)])
 def test_widest_beam_finds_the_best_of_all(tmp_path: Path, vocab: int, max_tokens: int, length_penalty: float) -> None:

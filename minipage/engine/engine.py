@@ -142,6 +142,7 @@ class Engine:
                 self._scheduler.advance(step)
                 touched = self._take_logits(step)
             except BaseException:
+                self._scheduler.forget_swaps(step)
                 for request_id in {item.request.request_id for item in step.scheduled}:
                     self.abort(request_id)
                 raise

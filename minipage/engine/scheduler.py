@@ -33,7 +33,7 @@ class Step:
     swaps_in: list[Swap] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     scheduled: list[Scheduled] = field(default_factory=list)
-    num_preempted: int = 0
+    preempted: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -116,7 +116,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status is Status.RUNNING:  # an earlier one may have preempted it meanwhile
                 self._schedule_running(request, step)
-        if not step.num_preempted:
+        if not step.preempted:
             self._admit(step)
         self.counters.copies += len(step.copies)
         self.counters.swapped_in_blocks += len(step.swaps_in)
@@ -128,6 +128,12 @@ class Scheduler:
         for request, sequence, num_tokens in step.scheduled:
             sequence.num_computed += num_tokens
             self.blocks.computed(sequence.tables, sequence.token_ids, request.cache_salt)
+
+    def forget_swaps(self, step: Step) -> None:
+        """A step failed, its swaps made or not: those it was to swap out are computed again."""
+        for request in step.preempted:
+            if request.status is Status.SWAPPED:
+                self._take_back(request)
 
     def _schedule_running(self, request: Request, step: Step) -> None:
         """Claim slots for the request's next tokens, preempting from the back until there is room; all of them or none."""
@@ -231,17 +237,21 @@ class Scheduler:
     # ---- preemption --------------------------------------------------------------------------------------------------
     def _preempt(self, request: Request, step: Step) -> None:
         """Take all blocks of a running request back: to the host pool, or for nothing, to be computed again."""
-        sequences = request.unfinished
         swaps = None
         if self._prefers_swap(request):
-            swaps = self.blocks.swap_out([sequence.tables for sequence in sequences])
+            swaps = self.blocks.swap_out([sequence.tables for sequence in request.unfinished])
         if swaps is None:
-            for sequence in sequences:
-                self.blocks.free(sequence.tables)
-                sequence.num_computed = 0
-        step.swaps_out += swaps or []
-        request.status = Status.WAITING if swaps is None else Status.SWAPPED
+            self._take_back(request)
+        else:
+            request.status = Status.SWAPPED
+            step.swaps_out += swaps
         self.running.remove(request)
         self.waiting.appendleft(request)
-        step.num_preempted += 1
+        step.preempted.append(request)
         self.counters.preemptions += 1
+
+    def _take_back(self, request: Request) -> None:
+        for sequence in request.unfinished:
+            self.blocks.free(sequence.tables)
+            sequence.num_computed = 0
+        request.status = Status.WAITING

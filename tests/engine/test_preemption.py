@@ -16,6 +16,7 @@ from helpers.pressure import Ask, Seen, Watch, all_tables, assert_limits, byte_m
 from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.engine.preemption import PreemptionCost
 from minipage.engine.request import Request, Status
+from minipage.engine.scheduler import Step
 
 MODEL_SEED = 3
 VOCAB = 256  #: the bytes of the tokenizer
@@ -312,3 +313,44 @@ def test_auto_learns_from_what_it_sees(running: Request) -> None:
     for _ in range(100):
         cost.swapped(1000, 1e-4)
     assert cost.prefers_swap(running)
+
+
+# ---- a step that fails -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before the swaps", "after the step"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_failed_step(
+    folder: Folders,
+    roomy: Callable[[str, str], list[Seen]],
+    monkeypatch: pytest.MonkeyPatch,
+    crowd: str,
+    mode: str,
+    made: bool,
+) -> None:
+    """Where the model fails in a step that preempts, the requests of the step end and those preempted show no trace."""
+    asks, expected = asks_of(crowd), roomy("full", crowd)
+    with tight_llm(folder("full"), crowd, "full", mode) as llm:
+        execute = llm.engine.runner.execute
+
+        def fail(step: Step) -> None:
+            if not step.preempted:
+                execute(step)
+                return
+            if made:
+                execute(step)
+            monkeypatch.undo()
+            raise MemoryError("the device is full")
+
+        monkeypatch.setattr(llm.engine.runner, "execute", fail)
+        watch = Watch()
+        for name, ask in enumerate(asks):
+            llm.engine.add_request(str(name), ask.prompt, ask.params)
+        with pytest.raises(MemoryError):
+            finish(llm, watch)
+        llm.check_integrity()
+        survivors = [name for name in range(len(asks)) if llm.engine.is_unfinished(str(name))]
+        assert 0 < len(survivors) < len(asks)
+        finish(llm, watch)
+        assert [watch.seen(str(name)) for name in survivors] == [expected[name] for name in survivors]

@@ -346,3 +346,36 @@ def test_windows_of_beams(history: Folders) -> None:
                 assert_found(search(llm, prompt, BeamSearchParams(beam_width=3, max_tokens=14)), expected.found)
                 compared += 1
         assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize("room", ["max_model_len", "num_blocks"])
+def test_ends_with_what_fits(history: Folders, llm: LLM, room: str) -> None:
+    """A search that the model's length or the pool cuts short is that of as many tokens, and says so."""
+    prompt = models.history_prompt(10, 5)
+    # Three blocks are one that both beams share and one more for each, eight slots; the ninth token needs none.
+    options = {"max_model_len": 9} if room == "max_model_len" else {"num_blocks": 3}
+    [expected] = serve(llm, [Ask(prompt, BeamSearchParams(beam_width=2, max_tokens=4, early_stopping="never"))])
+    with open_llm(history(10), **options) as tight:
+        params = BeamSearchParams(beam_width=2, max_tokens=100, early_stopping="never")
+        assert serve(tight, [Ask(prompt, params)]) == [expected]
+    assert {each.finish_reason for each in expected.results} == {"length"}
+
+
+def test_logits_of_no_use(tmp_path: Path, canary: Callable[[int], Canary]) -> None:
+    """A search that meets NaN ends with an error of its own; its mate finds what it finds alone."""
+    tensors = models.history_tensors(10)
+    tensors["model.embed_tokens.weight"][1] = np.nan
+    folder = models.write_folder(tmp_path / "poison", models.HISTORY_CONFIG, tensors)
+    prompt = [token for token in models.history_prompt(10) if token != 1]
+    params = BeamSearchParams(beam_width=3, max_tokens=2)
+    with open_llm(folder, num_blocks=24) as llm:
+        [alone] = serve(llm, [Ask(prompt, params)])
+        llm.engine.add_request("ill", [*prompt, 1, *prompt], params)
+        llm.engine.add_request("well", prompt, params)
+        watch = Watch()
+        finish(llm, watch)
+        [output] = watch.last["ill"].outputs
+        assert (output.finish_reason, output.token_ids) == ("abort", [])
+        assert "nan" in str(output.stop_reason).lower()
+        assert watch.seen("well") == alone
+        assert_clean(llm, canary(10))

@@ -30,7 +30,7 @@ from memory_bench.replay import KV_SLOTS
 from memory_bench.report import Row, table, write_json
 from memory_bench.waste import Setting
 
-from minipage.errors import InvalidArgumentError
+from minipage.errors import InvalidArgumentError, ModelLoadError, OutOfMemoryError
 
 Part = Callable[[argparse.Namespace], Iterator[Row]]
 
@@ -147,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in args.parts or applicable:
             start = time.perf_counter()
+            print(f"{name} ... ", end="", file=sys.stderr, flush=True)
             rows += PARTS[name](args)
-            print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    except InvalidArgumentError as error:
-        print(f"bench_memory.py: error: {error}", file=sys.stderr)
+            print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    except (InvalidArgumentError, ModelLoadError, OutOfMemoryError) as error:
+        print(f"\nbench_memory.py: error: {error}", file=sys.stderr)
         return 2
     print(table(rows))
     if args.json is not None:

@@ -37,6 +37,7 @@ class PagedSystem:
         self._n = n
         self._num_slots = num_slots
         self._traced: dict[Request, TraceRequest] = {}
+        self.num_cached_tokens = 0  #: of the prompts of finished requests, found in the prefix cache when they came
 
     def can_hold(self, request: TraceRequest) -> bool:
         """Whether the pool is large enough for a request alone."""
@@ -45,7 +46,7 @@ class PagedSystem:
 
     def add(self, request: TraceRequest) -> None:
         made = Request(
-            request_id=str(len(self._traced)),
+            request_id="traced",
             prompt=None,
             prompt_token_ids=request.prompt_token_ids,
             params=SamplingParams(n=self._n, max_tokens=request.num_output_tokens),
@@ -66,10 +67,11 @@ class PagedSystem:
         for request, sequence, _ in step.scheduled:
             if sequence.num_computed == len(sequence.token_ids):
                 self._grow(request, sequence)
-        finished = [request for request in self.scheduler.running if self._ends(request)]
-        num_swapped = len(step.swaps_out) + len(step.swaps_in)
+        finished = [request for request in self.scheduler.running if not request.unfinished]
         for request in finished:
             self.scheduler.remove_finished(request)
+            self.num_cached_tokens += request.num_cached_tokens or 0
+        num_swapped = len(step.swaps_out) + len(step.swaps_in)
         return Iteration(step.num_tokens, context, num_swapped, usage, [self._traced.pop(each) for each in finished])
 
     @property
@@ -105,7 +107,3 @@ class PagedSystem:
             each.token_ids.append(0)
             if len(each.token_ids) == request.max_total_tokens:
                 self.scheduler.finish(each, "length")
-
-    @staticmethod
-    def _ends(request: Request) -> bool:
-        return not request.unfinished

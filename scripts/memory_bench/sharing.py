@@ -52,4 +52,4 @@ def prefix_hits(trace: Sequence[TraceRequest], num_slots: int) -> Iterator[Row]:
     system = PagedSystem(num_slots, BLOCK_SIZE, caching=True)
     replay(system, trace, block_size=BLOCK_SIZE, skip=0)
     prompt_tokens = sum(request.num_prompt_tokens for request in trace)
-    yield Row("prefix/hit_tokens", system.scheduler.counters.hit_tokens / prompt_tokens, "fraction")
+    yield Row("prefix/hit_tokens", system.num_cached_tokens / prompt_tokens, "fraction")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from .config import EngineConfig
 from .device import open_device
 from .device.kv_cache import KVShape
-from .engine.loading import group_layers, kv_shape
+from .engine.loading import dtypes, group_layers, kv_shape, with_windows
 from .errors import InvalidArgumentError
 from .kernels.dtypes import STORAGE
 from .kernels.ops import WEIGHT_KINDS, Ops
@@ -107,9 +107,7 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
     options = EngineConfig(**engine_keywords)
     checkpoint = open_checkpoint(resolve_model(model))
     try:
-        config = checkpoint.model_config()
-        if options.sliding_window is not None:
-            config = replace(config, windows=(options.sliding_window,) * config.num_layers)
+        config = with_windows(checkpoint.model_config(), options)
         plan, source = parameters(config), checkpoint.source
         check(plan, source)
         specs = [spec for parameter in plan.parameters for spec in parameter.tensors]
@@ -119,8 +117,7 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
         files = {source.file(spec.name) for spec in specs}
     finally:
         checkpoint.close()
-    dtype = config.dtype if options.dtype == "auto" else options.dtype
-    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    dtype, kv_dtype = dtypes(config, options)
     groups, layer_groups = group_layers(config.windows)
     return ModelReport(
         path=checkpoint.path,

@@ -86,17 +86,17 @@ class KVCache:
 
     def swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) to the host pool in all layers; one launch for K and one for V."""
-        if swaps:
-            src, dst = self._columns(swaps)
-            self._device.ops.swap_blocks(self.key, self.host_key, src, dst)
-            self._device.ops.swap_blocks(self.value, self.host_value, src, dst)
+        self._swap(swaps, (self.key, self.value), (self.host_key, self.host_value))
 
     def swap_in(self, swaps: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) from the host pool in all layers; one launch for K and one for V."""
+        self._swap(swaps, (self.host_key, self.host_value), (self.key, self.value))
+
+    def _swap(self, swaps: Sequence[tuple[int, int]], source: tuple[Array, Array], target: tuple[Array, Array]) -> None:
         if swaps:
             src, dst = self._columns(swaps)
-            self._device.ops.swap_blocks(self.host_key, self.key, src, dst)
-            self._device.ops.swap_blocks(self.host_value, self.value, src, dst)
+            for src_pages, dst_pages in zip(source, target, strict=True):
+                self._device.ops.swap_blocks(src_pages, dst_pages, src, dst)
 
     def expect_writes(self, slots: Sequence[np.ndarray]) -> None:
         """Tokens are about to be written to ``slots``, host arrays [T] of block * block_size + offset, one a group; a storage

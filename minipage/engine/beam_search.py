@@ -14,6 +14,7 @@ import numpy as np
 
 from ..outputs import CompletionOutput, FinishReason, Logprob
 from ..sampling_params import BeamSearchParams
+from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .output import logprob_dict
 from .request import Request
@@ -23,11 +24,6 @@ from .scheduler import Scheduled, Scheduler
 from .tracked import OnOutput, Tracked
 
 Candidates = tuple[tuple[int, float, int], ...]  #: (token id, logprob, rank), the most likely first
-
-
-def is_computed(sequence: TokenSequence) -> bool:
-    """Whether all known tokens are computed."""
-    return sequence.num_computed == len(sequence.token_ids)
 
 
 @dataclass
@@ -71,7 +67,7 @@ class BeamRequest(Tracked):
         self._error: str | None = None
 
     def children(self, item: Scheduled) -> Sequence[int]:
-        return [item.sequence.index] if is_computed(item.sequence) and not item.sequence.is_finished else []
+        return [item.sequence.index] if item.sequence.is_computed and not item.sequence.is_finished else []
 
     def take(self, child: int, logits: np.ndarray) -> None:
         if not self._beams:
@@ -84,7 +80,7 @@ class BeamRequest(Tracked):
         beam = next(beam for beam in self._beams if beam.sequence.index == child)
         beam.candidates = tuple(entry for entry in best.top if np.isfinite(entry[1]))
         # A budget may spread the beams over steps, and a preemption in between sets those back that had their logits.
-        if all(beam.candidates is not None and is_computed(beam.sequence) for beam in self._beams):
+        if all(beam.candidates is not None and beam.sequence.is_computed for beam in self._beams):
             self._select()
 
     def fail(self, error: SamplingError) -> None:
@@ -156,29 +152,28 @@ class BeamRequest(Tracked):
         if not self._beams:
             return True
         length = len(self._beams[0].steps)
-        longest = min(params.max_tokens, self.request.max_total_tokens - self.request.num_prompt_tokens)
-        if length == longest:
+        if length == self._longest:
             return True
         if len(self._finished) < params.beam_width:
             return False
         if params.early_stopping is True:
             return True
         if params.early_stopping == "never" and params.length_penalty > 0:
-            length = longest
+            length = self._longest
         return self._finished[-1].score >= self._score(self._beams[0].logprob, length)
 
     def _end(self, reason: FinishReason) -> None:
         """The live beams end; those cut off by the length are hypotheses too."""
         for beam in self._beams:
-            if reason == "length" and len(beam.steps) > 0 and self._reached_length(beam):
+            if reason == "length" and len(beam.steps) == self._longest:
                 self._finish(beam.steps, beam.logprob, "length")
         for sequence in self.request.unfinished:
             self.scheduler.finish(sequence, reason)
 
-    def _reached_length(self, beam: Beam) -> bool:
-        length = len(beam.steps)
-        total = self.request.num_prompt_tokens + length
-        return length == self._params.max_tokens or total == self.request.max_total_tokens
+    @property
+    def _longest(self) -> int:
+        """Tokens of output at most."""
+        return min(self._params.max_tokens, self.request.max_total_tokens - self.request.num_prompt_tokens)
 
     def _finish(self, steps: tuple[SampledToken, ...], logprob: float, reason: FinishReason) -> None:
         self._finished.append(Hypothesis(self._score(logprob, len(steps)), logprob, steps, reason))
@@ -206,8 +201,6 @@ class BeamRequest(Tracked):
         )
 
     def _text(self, token_ids: list[int]) -> str:
-        from ..text.detokenizer import Detokenizer
-
         assert self._tokenizer is not None
         detokenizer = Detokenizer(self._tokenizer, self.request.prompt_token_ids)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])

@@ -71,14 +71,14 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple[Engine, ModelInfo]:
-    model_config = _with_windows(checkpoint.model_config(), config)
+    model_config = with_windows(checkpoint.model_config(), config)
     if model_config.head_dim > MAX_HEAD_DIM:
         raise ModelLoadError(
             f"{checkpoint.config_file}: head_dim={model_config.head_dim}; allowed: up to {MAX_HEAD_DIM}"
         )
     tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
-    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+    dtype, kv_dtype = dtypes(model_config, config)
     params = load_parameters(
         parameters(model_config), checkpoint.source, config.quantization or dtype, device, embed_kind=dtype
     )
@@ -92,7 +92,6 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         num_positions=max_model_len,
     )
     groups, layer_groups = group_layers(model_config.windows, model_config.attention_sinks)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     shape = kv_shape(model_config, config.block_size, kv_dtype, layer_groups.count(0))
     num_blocks, message = plan_num_blocks(
         shape,
@@ -187,6 +186,12 @@ def kv_shape(model_config: ModelConfig, block_size: int, dtype: str, num_layers:
     )
 
 
+def dtypes(model_config: ModelConfig, config: EngineConfig) -> tuple[str, str]:
+    """The dtypes of the weights and of K and V: those that were asked for, else the model's, and that of the weights."""
+    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+    return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     """All ids that end a generation: those of config, generation_config and tokenizer together."""
     ids = [*model_config.eos_token_ids, *read_token_ids(checkpoint.generation_config, "eos_token_id")]
@@ -194,7 +199,7 @@ def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: 
     return frozenset(token_id for token_id in ids if 0 <= token_id < model_config.vocab_size)
 
 
-def _with_windows(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+def with_windows(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The model with the windows and sinks that were asked for."""
     if config.sliding_window is not None:
         model_config = replace(model_config, windows=(config.sliding_window,) * model_config.num_layers)

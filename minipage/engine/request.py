@@ -48,6 +48,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_computed(self) -> bool:
+        """Whether all known tokens are computed: the last one's logits say what comes next."""
+        return self.num_computed == len(self.token_ids)
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
         return self.finish_reason is not None

@@ -40,7 +40,7 @@ class SampledRequest(Tracked):
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
 
     def children(self, item: Scheduled) -> Sequence[int]:
-        if item.sequence.num_computed < len(item.sequence.token_ids) or item.sequence.is_finished:
+        if not item.sequence.is_computed or item.sequence.is_finished:
             return []
         return [item.sequence.index] if self.request.is_forked else range(self._params.n)
 

@@ -34,11 +34,7 @@ class Step:
     copies: list[BlockCopy] = field(default_factory=list)
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(item.num_tokens for item in self.scheduled)
+    num_tokens: int = 0  #: that the step computes; kept beside ``scheduled``, since it is asked for with each request
 
 
 @dataclass
@@ -161,6 +157,7 @@ class Scheduler:
         for sequence, count in wanted:
             step.copies += self.blocks.append(sequence.tables, count)
             step.scheduled.append(Scheduled(request, sequence, count))
+            step.num_tokens += count
 
     @staticmethod
     def _may_pass_prompt(request: Request, sequence: Sequence) -> bool:

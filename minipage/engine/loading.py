@@ -91,35 +91,19 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         num_positions=max_model_len,
     )
-    groups, layer_groups = group_layers(model_config.windows, model_config.attention_sinks)
-    shape = kv_shape(model_config, config.block_size, kv_dtype, layer_groups.count(0))
-    num_blocks, message = plan_num_blocks(
-        shape,
-        free_memory=device.free_memory(),
-        weight_bytes=weight_bytes,
-        budget=config.kv_cache_memory if isinstance(config.kv_cache_memory, int) else None,
-        num_blocks=config.num_blocks,
-        most_blocks=config.max_num_seqs * len(groups) * -(-max_model_len // config.block_size),
-    )
-    logger.info("KV cache: %s", message)
-    num_host_blocks = int(config.swap_space) // shape.bytes_per_block
-    blocks = BlockManager(
-        num_blocks, config.block_size, groups, caching=config.enable_prefix_caching, num_host_blocks=num_host_blocks
-    )
-    new_cache = partial(debug.CheckedKVCache, blocks) if debug.is_enabled() else KVCache
-    kv = new_cache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
+    kv, blocks, message = _make_cache(model_config, config, device, kv_dtype, weight_bytes, max_model_len)
     info = ModelInfo(
         path=checkpoint.path,
         config=model_config,
         dtype=dtype,
-        kv_shape=shape,
+        kv_shape=kv.shape,
         max_model_len=max_model_len,
         weight_bytes=weight_bytes,
         kv_cache_bytes=kv.nbytes,
         buffer_bytes=decoder.buffer_bytes,
         memory_message=message,
     )
-    cost = PreemptionCost(config.preemption_mode, shape.bytes_per_block)
+    cost = PreemptionCost(config.preemption_mode, kv.shape.bytes_per_block)
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,
@@ -152,6 +136,30 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         on_close=device.close,
     )
     return engine, info
+
+
+def _make_cache(
+    model_config: ModelConfig, config: EngineConfig, device: Device, dtype: str, weight_bytes: int, max_model_len: int
+) -> tuple[KVCache, BlockManager, str]:
+    """The pages of all groups of layers, the accounting of their blocks, and a sentence on their size."""
+    groups, layer_groups = group_layers(model_config.windows, model_config.attention_sinks)
+    shape = kv_shape(model_config, config.block_size, dtype, layer_groups.count(0))
+    num_blocks, message = plan_num_blocks(
+        shape,
+        free_memory=device.free_memory(),
+        weight_bytes=weight_bytes,
+        budget=config.kv_cache_memory if isinstance(config.kv_cache_memory, int) else None,
+        num_blocks=config.num_blocks,
+        most_blocks=config.max_num_seqs * len(groups) * -(-max_model_len // config.block_size),
+    )
+    logger.info("KV cache: %s", message)
+    num_host_blocks = int(config.swap_space) // shape.bytes_per_block
+    blocks = BlockManager(
+        num_blocks, config.block_size, groups, caching=config.enable_prefix_caching, num_host_blocks=num_host_blocks
+    )
+    new_cache = partial(debug.CheckedKVCache, blocks) if debug.is_enabled() else KVCache
+    kv = new_cache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
+    return kv, blocks, message
 
 
 def group_layers(windows: Sequence[int], sinks: int = 0) -> tuple[list[Group], list[int]]:

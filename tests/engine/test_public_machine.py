@@ -93,6 +93,7 @@ Arrival = tuple[int, int, str | None]  #: prompt, params, salt
 ARRIVAL = st.tuples(
     st.integers(0, len(PROMPTS) - 1), st.integers(0, len(PARAMS) - 1), st.sampled_from([None, None, "other"])
 )
+CANARY: Arrival = (2, 0, None)  #: fits every pool; whatever a schedule left behind, it must get what it always gets
 
 
 def limited(params: Params, max_tokens: int) -> Params:
@@ -282,6 +283,11 @@ class Schedules(RuleBasedStateMachine):
             finish(self.llm, self.watch, max_steps=2000)
             for name in list(self.asked):
                 self.compare(name)
+            assert_idle_and_whole(self.llm)
+            self.add([CANARY])
+            finish(self.llm, self.watch, max_steps=20)
+            (name,) = self.asked
+            self.compare(name)
             assert_idle_and_whole(self.llm)
             stats = self.llm.stats()
             self.happened["schedules"] += 1

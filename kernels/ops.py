@@ -16,12 +16,13 @@ Rules that hold for every op:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Array = Any  #: numpy.ndarray or cupy.ndarray
 
-WEIGHT_KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
-GROUP_SIZE = 32  #: inputs that share one scale in the int8 and int4 kinds
+#: The quantised kinds are those of GGUF's Q8_0, Q4_1 and Q4_0 blocks: :mod:`kernels.quantization` says what they mean.
+WEIGHT_KINDS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_symmetric")
+GROUP_SIZE = 32  #: inputs that share one scale in the quantised kinds
 MAX_HEAD_DIM = 256  #: the largest head size that all implementations take
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -44,6 +45,14 @@ class PackedWeight:
         return sum(int(a.nbytes) for a in self.arrays)
 
 
+class Groups(NamedTuple):
+    """n rows on the host, quantised in G groups of 32 inputs each; what they mean is in :mod:`kernels.quantization`."""
+
+    codes: Array  #: [n, G, 32]: int8 for the kind int8, uint8 in 0..15 for the int4 kinds
+    scales: Array  #: float16 [n, G]
+    minima: Array | None  #: float16 [n, G] for the kind int4, None for the others
+
+
 class Ops(Protocol):
     """The op set. Each of ``kernels.reference``, ``kernels.cpu`` and ``kernels.cuda`` is a module of this shape."""
 
@@ -53,20 +62,30 @@ class Ops(Protocol):
 
     # ---- weights -------------------------------------------------------------------------------------------------------
     def empty_weight(self, shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
-        """Room for a weight of ``shape`` (N, K), to be filled by :meth:`pack_rows`; ``xp`` is the array module to use."""
+        """Room for a weight of ``shape`` (N, K), to be filled by :meth:`pack_rows` or :meth:`pack_groups`.
+
+        ``xp`` is the array module to use. Raises ValueError where ``kind`` is not one of WEIGHT_KINDS.
+        """
         ...
 
     def pack_rows(self, weight: PackedWeight, start: int, rows: Array) -> None:
         """Write host ``rows`` [n, K] (float32, float16 or uint16 = bfloat16) as rows start..start+n of ``weight``.
 
-        Rows already in the weight's own dtype are stored bit for bit. int8 and int4 quantise in groups of 32 inputs:
-        int8 symmetric (scale = max|w| / 127), int4 asymmetric with a scale and a minimum (w ~ q * scale + minimum,
-        q in 0..15), nearest. Raises ValueError where a float16 weight would overflow.
+        Rows already in the weight's own dtype are stored bit for bit; a quantised weight stores what
+        :func:`kernels.quantization.quantize` makes of them. Raises ValueError where a value does not fit the kind.
+        """
+        ...
+
+    def pack_groups(self, weight: PackedWeight, start: int, groups: Groups) -> None:
+        """Write host rows that are quantised already as rows start..start+n of a ``weight`` of their kind, bit for bit.
+
+        The codes behind a row's last input, where K is not a multiple of 32, may be anything. Raises ValueError where the
+        groups do not fit the weight's kind, shape or place.
         """
         ...
 
     def unpack_rows(self, weight: PackedWeight, start: int, stop: int) -> Array:
-        """The rows start..stop as a host float32 array [n, K], as :meth:`linear` sees them."""
+        """The rows start..stop as a host float32 array [n, K]: what the weight means, to the bit."""
         ...
 
     # ---- layers --------------------------------------------------------------------------------------------------------

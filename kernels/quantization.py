@@ -1,17 +1,32 @@
-"""Group quantisation of weights: what the int8 and int4 kinds mean, whatever layout an implementation keeps them in.
+"""Group quantisation of weights: what the quantised kinds mean, whatever layout an implementation keeps them in.
 
-A row is cut into groups of GROUP_SIZE inputs, the last one padded with zeros, and each group has its own float32 scale
-(and minimum). Letters: n rows, K inputs, G = ceil(K / GROUP_SIZE) groups.
+A row is cut into groups of GROUP_SIZE inputs, and each group has a float16 scale (and minimum):
+
+    int8              w = code * scale              code -127..127 (files may hold -128), as in GGUF's Q8_0
+    int4              w = code * scale + minimum    code 0..15, as in Q4_1
+    int4_symmetric    w = (code - 8) * scale        code 0..15, as in Q4_0; the scale may be negative
+
+in float32. A code times a float16 has at most 19 significant bits, so the products are exact: only the sum is rounded.
+
+Letters: n rows, K inputs, G = ceil(K / GROUP_SIZE) groups. The codes behind a row's last input mean nothing.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .ops import GROUP_SIZE, Array, PackedWeight
+from .dtypes import STORAGE
+from .ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
 
-_INT8_MAX = 127
-_INT4_MAX = 15
+GROUP_KINDS = tuple(kind for kind in WEIGHT_KINDS if kind not in STORAGE)  #: the quantised ones among WEIGHT_KINDS
+INT8_MAX = 127
+INT4_MAX = 15
+INT4_ZERO = 8  #: the code that stands for 0 in the kind int4_symmetric
+
+
+def code_dtype(kind: str) -> np.dtype:
+    """NumPy dtype of the codes of a quantised kind."""
+    return np.dtype(np.int8 if kind == "int8" else np.uint8)
 
 
 def num_groups(num_inputs: int) -> int:
@@ -19,43 +34,90 @@ def num_groups(num_inputs: int) -> int:
     return -(-num_inputs // GROUP_SIZE)
 
 
-def quantize_int8(rows: Array) -> tuple[Array, Array]:
-    """Codes int8 [n, G, GROUP_SIZE] and scales float32 [n, G] of ``rows`` float32 [n, K]: w ~ code * scale, symmetric.
+# ---- from numbers and back -----------------------------------------------------------------------------------------
 
-    Raises ValueError where a weight is not finite.
+
+def quantize(rows: Array, kind: str) -> Groups:
+    """``rows`` float32 [n, K] in the quantised ``kind``. Codes are the nearest for the scale (and minimum) as rounded.
+
+    Raises ValueError where a weight is not finite, or too large for a float16 scale or minimum.
     """
-    groups = _groups(rows)
-    scale = _finite(np.abs(groups).max(axis=-1) / np.float32(_INT8_MAX))
-    codes = np.rint(groups / _divisor(scale)).clip(-_INT8_MAX, _INT8_MAX).astype(np.int8)
-    return codes, scale
+    groups = _grouped(rows)
+    if not np.all(np.isfinite(groups)):
+        raise ValueError("a weight that is NaN or infinite cannot be quantised; allowed: finite weights")
+    with np.errstate(over="ignore"):
+        scales, minima = _scales(groups, kind)
+    if not (np.all(np.isfinite(scales)) and (minima is None or np.all(np.isfinite(minima)))):
+        raise ValueError(
+            f"a weight of magnitude {np.abs(groups).max():.6g} is too large for {kind}, whose scales are float16"
+        )
+    return Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
 
 
-def quantize_int4(rows: Array) -> tuple[Array, Array, Array]:
-    """Codes uint8 [n, G, GROUP_SIZE] in 0..15, scales and minima float32 [n, G]: w ~ code * scale + minimum.
-
-    The padding of the last group is left out of its range. Raises ValueError where a weight is not finite.
-    """
-    groups = _groups(rows)
-    used = np.arange(groups.shape[1] * GROUP_SIZE).reshape(groups.shape[1:]) < rows.shape[1]
-    minimum = _finite(np.where(used, groups, np.inf).min(axis=-1))
-    scale = _finite((np.where(used, groups, -np.inf).max(axis=-1) - minimum) / np.float32(_INT4_MAX))
-    codes = np.rint((groups - minimum[..., None]) / _divisor(scale)).clip(0, _INT4_MAX).astype(np.uint8)
-    return codes, scale, minimum
-
-
-def dequantize_int8(codes: Array, scale: Array) -> Array:
-    """float32 [n, G, GROUP_SIZE] from the result of :func:`quantize_int8`."""
-    return codes.astype(np.float32) * scale[..., None]
-
-
-def dequantize_int4(codes: Array, scale: Array, minimum: Array) -> Array:
-    """float32 [n, G, GROUP_SIZE] from the result of :func:`quantize_int4`."""
-    return codes.astype(np.float32) * scale[..., None] + minimum[..., None]
+def dequantize(groups: Groups, kind: str) -> Array:
+    """float32 [n, G, GROUP_SIZE]: what ``groups`` of a quantised ``kind`` mean, to the bit."""
+    codes = groups.codes.view(np.int8)
+    if kind == "int4_symmetric":
+        codes = codes - np.int8(INT4_ZERO)
+    values = codes * groups.scales.astype(np.float32)[..., None]
+    if groups.minima is not None:
+        values += groups.minima.astype(np.float32)[..., None]
+    return values
 
 
 def ungroup(groups: Array, num_inputs: int) -> Array:
     """Groups [n, G, GROUP_SIZE] as rows [n, K], without the padding."""
     return groups.reshape(len(groups), groups.shape[1] * GROUP_SIZE)[:, :num_inputs]
+
+
+def _grouped(rows: Array) -> Array:
+    """[n, K] -> [n, G, GROUP_SIZE], padded with the last input, which adds nothing to the range of its group."""
+    num_rows, num_inputs = rows.shape
+    missing = num_groups(num_inputs) * GROUP_SIZE - num_inputs
+    if missing:
+        rows = np.pad(rows, ((0, 0), (0, missing)), mode="edge")
+    return rows.reshape(num_rows, num_groups(num_inputs), GROUP_SIZE)
+
+
+def _scales(groups: Array, kind: str) -> tuple[Array, Array | None]:
+    """Scales and minima, float16 [n, G], that spread the codes over the range of each group."""
+    if kind == "int4":
+        low = groups.min(axis=-1)
+        minima = low.astype(np.float16)
+        # From below, so that codes, which are never negative, reach the smallest weight.
+        minima = np.where(minima > low, np.nextafter(minima, np.float16(-np.inf)), minima)
+        return _half_scales(groups.max(axis=-1) - minima.astype(np.float32), INT4_MAX), minima
+    if kind == "int8":
+        return _half_scales(np.abs(groups).max(axis=-1), INT8_MAX), None
+    # The weight of largest magnitude gets code 0, -8 steps from zero: on its side there is one step more.
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    scales = _half_scales(np.maximum(-low, high), INT4_ZERO)
+    return np.where(high > -low, -scales, scales), None
+
+
+def _half_scales(extents: Array, steps: int) -> Array:
+    """Scales float16 at which ``steps`` codes cover ``extents`` float32 >= 0: to nearest, or the next larger float16 where the
+    nearest, as it may among the smallest ones, would leave more than half a step uncovered."""
+    scales = (extents / np.float32(steps)).astype(np.float16)
+    short = extents > scales.astype(np.float32) * np.float32(steps + 0.5)
+    return np.where(short, np.nextafter(scales, np.float16(np.inf)), scales)
+
+
+def _nearest_codes(groups: Array, scales: Array, minima: Array | None, kind: str) -> Array:
+    """The codes [n, G, GROUP_SIZE] nearest to the weights."""
+    wide = scales.astype(np.float32)[..., None]
+    if minima is not None:
+        groups = groups - minima.astype(np.float32)[..., None]
+    codes = groups / np.where(wide == 0, np.float32(1), wide)  # scale 0: all weights are equal to the minimum, or to 0
+    np.rint(codes, out=codes)
+    if kind == "int8":
+        return codes.clip(-INT8_MAX, INT8_MAX).astype(np.int8)
+    if kind == "int4_symmetric":
+        codes += np.float32(INT4_ZERO)
+    return codes.clip(0, INT4_MAX).astype(np.uint8)
+
+
+# ---- checking ------------------------------------------------------------------------------------------------------
 
 
 def check_rows(weight: PackedWeight, start: int, rows: Array) -> None:
@@ -65,21 +127,45 @@ def check_rows(weight: PackedWeight, start: int, rows: Array) -> None:
         raise ValueError(f"rows of shape {rows.shape} at start={start} do not fit a weight of shape {weight.shape}")
 
 
-def _groups(rows: Array) -> Array:
-    """[n, K] -> [n, G, GROUP_SIZE], padded with zeros."""
-    num_rows, num_inputs = rows.shape
-    groups = num_groups(num_inputs)
-    if groups * GROUP_SIZE != num_inputs:
-        rows = np.pad(rows, ((0, 0), (0, groups * GROUP_SIZE - num_inputs)))
-    return rows.reshape(num_rows, groups, GROUP_SIZE)
+def check_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
+    """Raise ValueError unless ``groups`` of n rows fit the kind of ``weight``, and its shape (N, K) at ``start``."""
+    kind, (num_rows, num_inputs) = weight.kind, weight.shape
+    count = len(groups.codes)
+    if kind not in GROUP_KINDS:
+        raise ValueError(f"groups do not fit a weight of kind {kind}; allowed: {', '.join(GROUP_KINDS)}")
+    per_group = (count, num_groups(num_inputs))
+    wanted = [((*per_group, GROUP_SIZE), code_dtype(kind)), (per_group, np.dtype(np.float16))]
+    if kind == "int4":
+        wanted.append((per_group, np.dtype(np.float16)))
+    found = [(part.shape, part.dtype) for part in groups if part is not None]
+    if found != wanted or not 0 <= start <= num_rows - count:
+        shapes = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in found)
+        raise ValueError(
+            f"groups of {shapes} at start={start} do not fit a weight of kind {kind} and shape {weight.shape}"
+        )
 
 
-def _divisor(scale: Array) -> Array:
-    """What to divide a group by: 1 where all its weights are equal and every code is 0."""
-    return np.where(scale > 0, scale, np.float32(1))[..., None]
+# ---- the same for the CPU's packing, which still keeps float32 scales ------------------------------------------------
 
 
-def _finite(values: Array) -> Array:
-    if not np.all(np.isfinite(values)):
-        raise ValueError("a weight that is NaN or infinite cannot be quantised; allowed: finite weights")
-    return values
+def quantize_int8(rows: Array) -> tuple[Array, Array]:
+    """Codes and scales as float32."""
+    groups = quantize(rows, "int8")
+    return groups.codes, groups.scales.astype(np.float32)
+
+
+def quantize_int4(rows: Array) -> tuple[Array, Array, Array]:
+    """Codes, scales and minima as float32."""
+    groups = quantize(rows, "int4")
+    assert groups.minima is not None
+    return groups.codes, groups.scales.astype(np.float32), groups.minima.astype(np.float32)
+
+
+def dequantize_int8(codes: Array, scale: Array) -> Array:
+    """float32 from the result of :func:`quantize_int8`."""
+    return codes.astype(np.float32) * scale[..., None]
+
+
+def dequantize_int4(codes: Array, scale: Array, minimum: Array) -> Array:
+    """float32 from the result of :func:`quantize_int4`."""
+    return codes.astype(np.float32) * scale[..., None] + minimum[..., None]

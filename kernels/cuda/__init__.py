@@ -10,7 +10,7 @@ from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
 from .norm import layer_norm, rms_norm
 from .rope import rope, rope_and_cache
-from .weights import empty_weight, pack_rows, unpack_rows
+from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 #: K pages [nb, KVH, D, B]: neighbouring threads, each with a token, read neighbouring elements. V pages [nb, KVH, B, D]:
 #: neighbouring threads, each with a dim.
@@ -28,6 +28,7 @@ __all__ = [
     "gather_rows",
     "layer_norm",
     "linear",
+    "pack_groups",
     "pack_rows",
     "paged_attention",
     "rms_norm",

@@ -8,7 +8,7 @@ from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
 from .norm import layer_norm, rms_norm
 from .rope import rope, rope_and_cache
-from .weights import empty_weight, pack_rows, unpack_rows
+from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
@@ -24,6 +24,7 @@ __all__ = [
     "gather_rows",
     "layer_norm",
     "linear",
+    "pack_groups",
     "pack_rows",
     "paged_attention",
     "rms_norm",

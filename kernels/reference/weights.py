@@ -7,43 +7,38 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import STORAGE, convert, to_float32
-from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, PackedWeight
-from ..quantization import (
-    check_rows,
-    dequantize_int4,
-    dequantize_int8,
-    num_groups,
-    quantize_int4,
-    quantize_int8,
-    ungroup,
-)
+from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
+from ..quantization import check_groups, check_rows, code_dtype, dequantize, num_groups, quantize, ungroup
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
-    """Room for a weight. Float kinds: rows [N, K]; int8: codes and scale; int4: codes, scale and minimum."""
+    """Room for a weight. Float kinds: rows [N, K]; quantised kinds: the arrays of :class:`~kernels.ops.Groups`."""
     num_rows, num_inputs = shape
     if kind in STORAGE:
         return PackedWeight(kind, shape, (xp.zeros(shape, STORAGE[kind]),))
     if kind not in WEIGHT_KINDS:
         raise ValueError(f"kind {kind!r} is not a weight kind; allowed: {', '.join(WEIGHT_KINDS)}")
     groups = (num_rows, num_groups(num_inputs))
-    codes = xp.zeros((*groups, GROUP_SIZE), np.int8 if kind == "int8" else np.uint8)
-    per_group = [xp.zeros(groups, np.float32) for _ in range(1 if kind == "int8" else 2)]
+    codes = xp.zeros((*groups, GROUP_SIZE), code_dtype(kind))
+    per_group = [xp.zeros(groups, np.float16) for _ in range(2 if kind == "int4" else 1)]
     return PackedWeight(kind, shape, (codes, *per_group))
 
 
 def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
     """Store or quantise ``rows`` as rows start.. of ``weight``."""
     check_rows(weight, start, rows)
-    parts: tuple[Array, ...]
-    if weight.kind == "int8":
-        parts = quantize_int8(to_float32(rows))
-    elif weight.kind == "int4":
-        parts = quantize_int4(to_float32(rows))
+    if weight.kind in STORAGE:
+        weight.arrays[0][start : start + len(rows)] = convert(rows, weight.kind)
     else:
-        parts = (convert(rows, weight.kind),)
+        pack_groups(weight, start, quantize(to_float32(rows), weight.kind))
+
+
+def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
+    """Store quantised rows as rows start.. of ``weight``."""
+    check_groups(weight, start, groups)
+    parts = [part for part in groups if part is not None]
     for array, part in zip(weight.arrays, parts, strict=True):
-        array[start : start + len(rows)] = part
+        array[start : start + len(part)] = part
 
 
 def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
@@ -53,11 +48,8 @@ def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
 
 def select_rows(weight: PackedWeight, rows: slice | Array) -> Array:
     """The rows of a slice or of indices [n] as float32 [n, K]."""
-    parts = [array[rows] for array in weight.arrays]
-    if weight.kind == "int8":
-        groups = dequantize_int8(*parts)
-    elif weight.kind == "int4":
-        groups = dequantize_int4(*parts)
-    else:
-        return to_float32(parts[0])
-    return ungroup(groups, weight.shape[1])
+    codes, *per_group = (array[rows] for array in weight.arrays)
+    if weight.kind in STORAGE:
+        return to_float32(codes)
+    scales, minima = per_group[0], per_group[1] if weight.kind == "int4" else None
+    return ungroup(dequantize(Groups(codes, scales, minima), weight.kind), weight.shape[1])

@@ -24,7 +24,8 @@ import pytest
 from minipage.device import Device, open_device
 from minipage.device.cuda import cuda_is_available
 from minipage.kernels.dtypes import STORAGE, convert, to_float32
-from minipage.kernels.ops import PackedWeight
+from minipage.kernels.ops import GROUP_SIZE, Groups, PackedWeight
+from minipage.kernels.quantization import code_dtype, num_groups
 
 Array = Any
 
@@ -156,6 +157,18 @@ def assert_same_bits(actual: Array, expected: Array) -> None:
 def normal(seed: int, *shape: int) -> Array:
     """Normally distributed float32 numbers."""
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def any_groups(seed: int, num_rows: int, num_inputs: int, kind: str) -> Groups:
+    """Quantised rows of random codes, all that there are, and scales of both signs, the smallest float16 among them."""
+    rng = np.random.default_rng(seed)
+    shape = num_rows, num_groups(num_inputs)
+    low, high = (-128, 128) if kind == "int8" else (0, 16)
+    codes = rng.integers(low, high, (*shape, GROUP_SIZE)).astype(code_dtype(kind))
+    scales = rng.standard_normal(shape).astype(np.float16)
+    scales[-1, -1] = 6e-8
+    minima = rng.standard_normal(shape).astype(np.float16) if kind == "int4" else None
+    return Groups(codes, scales, minima)
 
 
 def store(x: Array, kind: str) -> Array:

@@ -13,6 +13,7 @@ from helpers.kernels import (
     REFERENCE,
     STORAGES,
     Implementation,
+    any_groups,
     assert_close,
     assert_same_bits,
     cases,
@@ -25,7 +26,8 @@ from helpers.kernels import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipage.kernels.ops import WEIGHT_KINDS
+from minipage.kernels.ops import WEIGHT_KINDS, Groups
+from minipage.kernels.quantization import GROUP_KINDS, dequantize, ungroup
 
 Array = Any
 
@@ -81,20 +83,41 @@ def test_float_rows_are_rounded_to_nearest(impl: Implementation, kind: str, sour
     assert_same_bits(impl.device.ops.unpack_rows(weight, 0, 21), expected)
 
 
+@cases(list(itertools.product(GROUP_KINDS, [(61, 33), (100, 64), (3, 7)])), [(kind, (37, 33)) for kind in GROUP_KINDS])
+def test_groups_come_back(impl: Implementation, case: tuple[str, tuple[int, int]]) -> None:
+    """Any codes and scales, packed in pieces of any size, are kept bit for bit, negative and subnormal scales too."""
+    kind, (outputs, inputs) = case
+    groups = any_groups(1, outputs, inputs, kind)
+    weight = impl.device.ops.empty_weight((outputs, inputs), kind, impl.device.xp)
+    for start, stop in itertools.pairwise([0, 1, outputs // 4, outputs // 2 + 1, outputs]):
+        piece = Groups(*(part if part is None else part[start:stop] for part in groups))
+        impl.device.ops.pack_groups(weight, start, piece)
+    expected = ungroup(dequantize(groups, kind), inputs)
+    for start, stop in ((0, outputs), (1, outputs // 3 + 1), (outputs - 1, outputs), (2, 2)):
+        assert_same_bits(impl.device.ops.unpack_rows(weight, start, stop), expected[start:stop])
+    if inputs % 32 == 0:  # and a layer reads them as they are
+        x = normal(2, 3, inputs)
+        assert_close(impl.result("linear", (3, outputs), x, weight, None), x.astype(np.float64) @ expected.T, 1e-5)
+
+
 @each_implementation
-@pytest.mark.parametrize("inputs", [32, 45])
-def test_quantisation_error_is_half_a_step(impl: Implementation, inputs: int) -> None:
-    """int8: a step is the largest magnitude of a group / 127; int4: its range / 15. Groups keep out of each other."""
-    rows = normal(1, 9, inputs)
-    rows[:, 32:] += 100  # a group of its own, whose range the padding with zeros is not part of
-    rows[3, :32] = 0.25
-    groups = [slice(0, 32), slice(32, inputs)][: 1 + (inputs > 32)]
-    for kind in ("int8", "int4"):
-        found = impl.device.ops.unpack_rows(impl.weight(rows, kind), 0, 9)
-        for group in groups:
-            part = rows[:, group]
-            step = np.abs(part).max(1) / 127 if kind == "int8" else np.ptp(part, axis=1) / 15
-            assert np.all(np.abs(found[:, group] - part) <= step[:, None] * 0.5001 + 1e-6 * np.abs(part))
+def test_bad_groups_are_refused(impl: Implementation) -> None:
+    """Of another kind, shape or dtype than the weight, or at the wrong place."""
+    weight = impl.device.ops.empty_weight((4, 40), "int4", impl.device.xp)
+    good = any_groups(1, 2, 40, "int4")
+    bad = [
+        (0, any_groups(1, 2, 40, "int4_symmetric")),
+        (0, any_groups(1, 2, 40, "int8")),
+        (0, any_groups(1, 2, 70, "int4")),
+        (0, good._replace(scales=good.scales.astype(np.float32))),
+        (3, good),
+        (-1, good),
+    ]
+    for start, groups in bad:
+        with pytest.raises(ValueError, match=r"do not fit a weight of kind int4 and shape \(4, 40\)"):
+            impl.device.ops.pack_groups(weight, start, groups)
+    with pytest.raises(ValueError, match=r"float16; allowed: int8, int4, int4_symmetric"):
+        impl.device.ops.pack_groups(impl.device.ops.empty_weight((4, 40), "float16", impl.device.xp), 0, good)
 
 
 @each_implementation
@@ -103,7 +126,7 @@ def test_bad_rows_are_refused(impl: Implementation) -> None:
     large, broken = np.full((2, 4), 1e6, np.float32), np.array([[1, np.nan, 2, np.inf]], np.float32)
     with pytest.raises(ValueError, match=r"1e\+06.*float16"):
         impl.weight(large, "float16")
-    for kind in ("int8", "int4"):
+    for kind in GROUP_KINDS:
         with pytest.raises(ValueError, match="NaN or infinite"):
             impl.weight(broken, kind)
     weight = impl.device.ops.empty_weight((4, 4), "float32", impl.device.xp)
@@ -127,13 +150,14 @@ def test_packing_needs_little_room(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("float32", 32), ("bfloat16", 16), ("float16", 16), ("int8", 9), ("int4", 6)]
+    ("kind", "bits"),
+    [("float32", 32), ("bfloat16", 16), ("float16", 16), ("int8", 8.5), ("int4", 5), ("int4_symmetric", 4.5)],
 )
 @each_implementation
-def test_bytes_of_a_weight(impl: Implementation, kind: str, bits: int) -> None:
+def test_bytes_of_a_weight(impl: Implementation, kind: str, bits: float) -> None:
     """A weight takes the bits of its kind, the scales of the groups among them; the reference has a byte for each code."""
-    if impl is REFERENCE and kind == "int4":
-        bits = 10
+    if impl is REFERENCE and kind in ("int4", "int4_symmetric"):
+        bits += 4
     weight = impl.device.ops.empty_weight((64, 96), kind, impl.device.xp)
     assert weight.nbytes == 64 * 96 * bits // 8
 

@@ -66,8 +66,8 @@ class Runner:
         counts = np.array([item.num_tokens for item in scheduled])
         starts = np.array([item.sequence.num_computed for item in scheduled])
         token_ids: list[int] = []
-        for _, sequence, count in scheduled:
-            token_ids += sequence.token_ids[sequence.num_computed : sequence.num_computed + count]
+        for item in scheduled:
+            token_ids += item.token_ids
         query_start = np.concatenate([[0], np.cumsum(counts)])
         positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
         sequences = np.repeat(np.arange(len(scheduled)), counts)

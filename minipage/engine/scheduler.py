@@ -18,11 +18,23 @@ from .request import Request, Sequence, Status
 
 
 class Scheduled(NamedTuple):
-    """``num_tokens`` tokens of a sequence from ``sequence.num_computed`` on."""
+    """``num_tokens`` tokens of a sequence from ``sequence.num_computed`` on: known ones, then those of a draft."""
 
     request: Request
     sequence: Sequence
     num_tokens: int
+    draft: tuple[int, ...] = ()  #: guesses at what follows the last known token, to be verified
+
+    @property
+    def num_known(self) -> int:
+        """How many of the tokens are known."""
+        return self.num_tokens - len(self.draft)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute; to be asked before the step is computed."""
+        first = self.sequence.num_computed
+        return [*self.sequence.token_ids[first : first + self.num_known], *self.draft]
 
 
 @dataclass
@@ -121,8 +133,9 @@ class Scheduler:
 
     def advance(self, step: Step) -> None:
         """Note that a step was computed: publish the blocks that it filled, release those that windows left behind."""
-        for request, sequence, num_tokens in step.scheduled:
-            sequence.num_computed += num_tokens
+        for item in step.scheduled:
+            request, sequence = item.request, item.sequence
+            sequence.num_computed += item.num_tokens
             self.blocks.computed(sequence.tables, sequence.token_ids, request.cache_salt)
 
     def forget_swaps(self, step: Step) -> None:

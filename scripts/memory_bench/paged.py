@@ -63,10 +63,10 @@ class PagedSystem:
             return None
         self.scheduler.advance(step)
         usage = self._usage()
-        context = sum(sequence.num_computed for _, sequence, _ in step.scheduled)
-        for request, sequence, _ in step.scheduled:
-            if sequence.num_computed == len(sequence.token_ids):
-                self._grow(request, sequence)
+        context = sum(item.sequence.num_computed for item in step.scheduled)
+        for item in step.scheduled:
+            if item.sequence.is_computed:
+                self._grow(item.request, item.sequence)
         finished = [request for request in self.scheduler.running if not request.unfinished]
         for request in finished:
             self.scheduler.remove_finished(request)

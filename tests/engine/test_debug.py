@@ -123,9 +123,9 @@ def test_write_into_a_published_block(history: Folders, monkeypatch: pytest.Monk
                 table.num_tokens -= 1  # the last token is to be written once more
 
         def again(self: Scheduler, step: Step) -> None:
-            for request, sequence, num_tokens in step.scheduled:
-                sequence.num_computed += num_tokens - 1
-                too_early(sequence.tables, sequence.token_ids, request.cache_salt)
+            for item in step.scheduled:
+                item.sequence.num_computed += item.num_tokens - 1
+                too_early(item.sequence.tables, item.sequence.token_ids, item.request.cache_salt)
 
         monkeypatch.setattr(Scheduler, "advance", again)
         monkeypatch.setattr(BlockTable, "must_copy", lambda self, num_tokens: False)

@@ -42,12 +42,13 @@ def test_blocks_waste_little_where_a_static_cache_wastes_most() -> None:
     while scheduler.running or scheduler.waiting:
         step = scheduler.schedule()
         scheduler.advance(step)
-        for request, sequence, count in step.scheduled:
+        for item in step.scheduled:
+            request, sequence = item.request, item.sequence
             if request.request_id not in rows:
                 row = static.reserve()
                 assert row is not None
                 rows[request.request_id] = row
-            static.append(rows[request.request_id], count)
+            static.append(rows[request.request_id], item.num_tokens)
             if sequence.num_computed == len(sequence.token_ids):
                 sequence.token_ids.append(0)
         held = allocator.num_blocks - allocator.num_free_blocks

@@ -91,12 +91,12 @@ class World:
         assert step.num_tokens <= self.budget
         assert sum(request.num_seqs for request in self.scheduler.running) <= self.max_seqs
         self.memory.move(step)
-        for request, sequence, count in step.scheduled:
-            self.memory.compute(request, sequence, count)
+        for item in step.scheduled:
+            self.memory.compute(item.request, item.sequence, item.num_tokens)
         self.scheduler.advance(step)
-        for request, sequence, _ in step.scheduled:
-            if sequence.num_computed == len(sequence.token_ids):
-                self._grow(request, sequence, pick)
+        for item in step.scheduled:
+            if item.sequence.is_computed:
+                self._grow(item.request, item.sequence, pick)
         for request in list(self.scheduler.running):
             self.scheduler.remove_finished(request)
         return step

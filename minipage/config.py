@@ -13,6 +13,8 @@ DEVICES = ("auto", "cpu", "cuda", "cuda-sim", "reference")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (None, "int8", "int4")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+SPECULATIVE_METHODS = (None, "ngram")
+MOST_SPECULATIVE_TOKENS = 8
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -67,6 +69,8 @@ class EngineConfig:
     swap_space: int | str = 0
     sliding_window: int | None = None
     attention_sinks: int = 0
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
     num_threads: int | None = None
     seed: int = 0
 
@@ -76,8 +80,10 @@ class EngineConfig:
         _choice("quantization", self.quantization, QUANTIZATIONS)
         _choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
         _choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _choice("speculative", self.speculative, SPECULATIVE_METHODS)
         _choice("enable_prefix_caching", self.enable_prefix_caching, (True, False))
         limits = {"block_size": (1, 1 << 16), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20)}
+        limits["num_speculative_tokens"] = (1, MOST_SPECULATIVE_TOKENS)
         for name, (low, high) in limits.items():
             self._set(name, _integer(name, getattr(self, name), low, high))
         for name in ("num_blocks", "max_model_len", "sliding_window"):

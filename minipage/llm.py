@@ -43,6 +43,9 @@ class LLM:
         sliding_window: let every layer see the last so many tokens only, whatever the model's config says.
         attention_sinks: with a window in every layer, let all tokens see the first so many as well, at the positions that
             they have in the cache: text then stays fluent beyond the trained length (StreamingLLM, Xiao et al. 2023; four do).
+        speculative: "ngram" guesses what comes next from what followed the same tokens before, in prompt and output, and
+            computes the guesses in the same step: outputs are the same, sooner where text repeats itself (None: off).
+        num_speculative_tokens: the most tokens guessed for a sequence and step, 1 to 8.
         num_threads: CPU threads; None is the number of physical cores.
         seed: seeds the requests that have no seed of their own.
 
@@ -69,6 +72,8 @@ class LLM:
         swap_space: int | str = 0,
         sliding_window: int | None = None,
         attention_sinks: int = 0,
+        speculative: str | None = None,
+        num_speculative_tokens: int = 4,
         num_threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -88,6 +93,8 @@ class LLM:
             swap_space=swap_space,
             sliding_window=sliding_window,
             attention_sinks=attention_sinks,
+            speculative=speculative,
+            num_speculative_tokens=num_speculative_tokens,
             num_threads=num_threads,
             seed=seed,
         )

@@ -164,12 +164,17 @@ class BlockManager:
             self._free_swapped(swapped)
         tables.swapped = ()
 
-    def computed(self, tables: Tables, token_ids: Sequence[int], salt: str | None) -> None:
-        """All claimed slots are computed: publish the full blocks, then release what no later token sees."""
+    def computed(self, tables: Tables, token_ids: Sequence[int], num_computed: int, salt: str | None) -> None:
+        """So many tokens are computed for good: publish the full blocks, then release what no later token sees."""
         for index, table in enumerate(tables.tables):
             if self.prefixes is not None:
-                self.prefixes.publish(table, token_ids, table.num_tokens, self._salt(index, salt))
-            table.roll()
+                self.prefixes.publish(table, token_ids, num_computed, self._salt(index, salt))
+            table.roll(num_computed)
+
+    def truncate(self, tables: Tables, num_tokens: int) -> None:
+        """Give back all slots but those of the first ``num_tokens`` tokens, and the blocks beyond them."""
+        for table in tables.tables:
+            table.truncate(num_tokens)
 
     # ---- prefix hits -------------------------------------------------------------------------------------------------
     def match(self, token_ids: Sequence[int], max_tokens: int, salt: str | None) -> list[list[int]]:

@@ -103,14 +103,15 @@ class BlockTable:
         self.blocks = list(blocks)
         self.num_tokens = len(self.blocks) * self._block_size
 
-    def roll(self) -> None:
-        """Release the blocks that no token to come can see (the rolling KV cache): their entries become RELEASED.
+    def roll(self, num_tokens: int) -> None:
+        """Release the blocks that no token behind the first ``num_tokens`` can see (the rolling KV cache): their entries
+        become RELEASED.
 
-        At most ceil(window / block_size) + 1 blocks are held afterwards, besides those of the sinks.
+        At most ceil(window / block_size) + 1 blocks of these tokens are held afterwards, besides those of the sinks.
         """
         if not self._window:
             return
-        first_seen = max(0, self.num_tokens - self._window + 1) // self._block_size
+        first_seen = max(0, num_tokens - self._window + 1) // self._block_size
         for index in range(self._num_rolled, first_seen):
             if index * self._block_size >= self._sinks and self.blocks[index] != RELEASED:
                 self._allocator.free(self.blocks[index])

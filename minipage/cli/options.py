@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ..config import DEVICES, DTYPES, PREEMPTION_MODES, QUANTIZATIONS, EngineConfig
+from ..config import DEVICES, DTYPES, PREEMPTION_MODES, QUANTIZATIONS, SPECULATIVE_METHODS, EngineConfig
 from ..sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -40,6 +40,13 @@ ENGINE_OPTIONS = (
     Option("swap_space", str, 'host memory to swap blocks to, such as "1GiB"'),
     Option("sliding_window", int, "let every token see only so many of the last ones; default: as the model says"),
     Option("attention_sinks", int, "with a window in every layer, let every token see so many of the first ones too"),
+    Option(
+        "speculative",
+        str,
+        "guess tokens from what followed the same ones before: sooner where text repeats itself, never different",
+        tuple(filter(None, SPECULATIVE_METHODS)),
+    ),
+    Option("num_speculative_tokens", int, "most tokens guessed for a sequence and step"),
     Option("num_threads", int, "CPU threads; default: the physical cores"),
 )
 

@@ -7,7 +7,6 @@ several children is forked, one without any gives its blocks back. Only where tw
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,18 +65,15 @@ class BeamRequest(Tracked):
         self._finished: list[Hypothesis] = []
         self._error: str | None = None
 
-    def children(self, item: Scheduled) -> Sequence[int]:
-        return [item.sequence.index] if item.sequence.is_computed and not item.sequence.is_finished else []
-
-    def take(self, child: int, logits: np.ndarray) -> None:
+    def take(self, item: Scheduled, logits: np.ndarray) -> None:
         if not self._beams:
             self._beams = [Beam(self.request.sequences[0], 0.0, ())]
-        enough = min(self._params.beam_width + len(self._eos_token_ids), len(logits))
-        best = prompt_logprobs(logits[None], [int(logits.argmax())], enough)[0]
+        enough = min(self._params.beam_width + len(self._eos_token_ids), logits.shape[1])
+        best = prompt_logprobs(logits, [int(logits.argmax())], enough)[0]
         if isinstance(best, SamplingError):
             self.fail(best)
             return
-        beam = next(beam for beam in self._beams if beam.sequence.index == child)
+        beam = next(beam for beam in self._beams if beam.sequence is item.sequence)
         beam.candidates = tuple(entry for entry in best.top if np.isfinite(entry[1]))
         # A budget may spread the beams over steps, and a preemption in between sets those back that had their logits.
         if all(beam.candidates is not None and beam.sequence.is_computed for beam in self._beams):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from ..cache import Tables
 from ..errors import InvalidArgumentError
@@ -23,6 +24,14 @@ from .stats import Stats
 from .tracked import OnOutput, Tracked
 
 Params = SamplingParams | BeamSearchParams
+
+
+class Wanted(NamedTuple):
+    """Logits that a request waits for: rows of the step, that of a sequence's last known token and those of its draft."""
+
+    tracked: Tracked
+    item: Scheduled
+    rows: range
 
 
 class Engine:
@@ -151,22 +160,22 @@ class Engine:
     def _take_logits(self, step: Step) -> list[Tracked]:
         """Hand out the logits of the tokens that reached the end of what is known; returns the requests with something new."""
         touched: dict[str, Tracked] = {}
-        wanted: list[tuple[Tracked, int, int]] = []  # (request, sequence, row)
+        wanted: list[Wanted] = []
         first_row = 0
         for item in step.scheduled:
             tracked = self._tracked[item.request.request_id]
             self._score_prompt(tracked, item, first_row)
-            first_row += item.num_tokens
-            children = tracked.children(item)
-            wanted += [(tracked, child, first_row - 1) for child in children]
-            if children or not item.request.unfinished:
+            last_known, first_row = first_row + item.num_known - 1, first_row + item.num_tokens
+            is_wanted = item.sequence.is_computed and not item.sequence.is_finished
+            if is_wanted:
+                wanted.append(Wanted(tracked, item, range(last_known, first_row)))
+            if is_wanted or not item.request.unfinished:
                 touched[item.request.request_id] = tracked
-        most = self.runner.max_logit_rows
-        for start in range(0, len(wanted), most):
-            part = wanted[start : start + most]
-            logits = self.runner.logits([row for _, _, row in part])
-            for (tracked, child, _), row_logits in zip(part, logits, strict=True):
-                tracked.take(child, row_logits)
+        for part in _parts(wanted, self.runner.max_logit_rows):
+            logits = self.runner.logits([row for _, _, rows in part for row in rows])
+            for tracked, item, rows in part:
+                tracked.take(item, logits[: len(rows)])
+                logits = logits[len(rows) :]
         return list(touched.values())
 
     def _score_prompt(self, tracked: Tracked, item: Scheduled, first_row: int) -> None:
@@ -215,6 +224,8 @@ class Engine:
                 prefix_cache_hit_tokens=counters.hit_tokens,
                 prompt_tokens=self._prompt_tokens,
                 generation_tokens=self._generation_tokens + sum(tracked.num_generated for tracked in unfinished),
+                draft_tokens=counters.draft_tokens,
+                accepted_tokens=counters.accepted_tokens,
             )
 
     def check_integrity(self) -> None:
@@ -249,3 +260,17 @@ class Engine:
     def _check_open(self) -> None:
         if self._on_close is None:
             raise RuntimeError("this engine is closed")
+
+
+def _parts(wanted: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
+    """Split what is wanted into parts of at most ``most`` rows, which are as many as any of it has."""
+    part: list[Wanted] = []
+    num_rows = 0
+    for each in wanted:
+        if num_rows + len(each.rows) > most:
+            yield part
+            part, num_rows = [], 0
+        part.append(each)
+        num_rows += len(each.rows)
+    if part:
+        yield part

@@ -82,13 +82,14 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     params = load_parameters(
         parameters(model_config), checkpoint.source, config.quantization or dtype, device, embed_kind=dtype
     )
+    num_speculative_tokens = config.num_speculative_tokens if config.speculative is not None else 0
     weight_bytes = sum(int(value.nbytes) for value in params.values())
     decoder = Decoder(
         model_config,
         params,
         device,
         max_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
-        max_logit_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_logit_rows=min(max(config.max_num_seqs, 1 + num_speculative_tokens), config.max_num_batched_tokens),
         num_positions=max_model_len,
     )
     kv, blocks, message = _make_cache(model_config, config, device, kv_dtype, weight_bytes, max_model_len)
@@ -108,6 +109,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         prefers_swap=cost.prefers_swap,
     )
     prompts = PromptReader(

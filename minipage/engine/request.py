@@ -8,6 +8,7 @@ from enum import Enum
 from ..cache import Tables
 from ..outputs import FinishReason
 from ..sampling_params import BeamSearchParams, SamplingParams
+from .speculation import NgramIndex
 
 
 class Status(Enum):
@@ -36,6 +37,7 @@ class Sequence:
     num_computed: int = 0  #: tokens whose K and V are in the tables' blocks
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    ngrams: NgramIndex = field(default_factory=NgramIndex)  #: of its tokens, as far as drafts were asked for
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -93,6 +95,12 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the logits of every prompt token are wanted."""
         return isinstance(self.params, SamplingParams) and self.params.prompt_logprobs is not None
+
+    def most_to_come(self, sequence: Sequence) -> int:
+        """How many more tokens a sequence can get."""
+        room = self.max_total_tokens - len(sequence.token_ids)
+        most = self.params.max_tokens
+        return room if most is None else min(room, most - sequence.num_output_tokens)
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ..outputs import CompletionOutput, FinishReason, Logprob
@@ -39,26 +37,13 @@ class SampledRequest(Tracked):
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
 
-    def children(self, item: Scheduled) -> Sequence[int]:
-        if not item.sequence.is_computed or item.sequence.is_finished:
-            return []
-        return [item.sequence.index] if self.request.is_forked else range(self._params.n)
-
-    def take(self, child: int, logits: np.ndarray) -> None:
-        if not self.request.unfinished:  # it has failed
-            return
+    def take(self, item: Scheduled, logits: np.ndarray) -> None:
         if not self.request.is_forked:
             self._fork()
-        sequence = self.request.sequences[child]
-        output = sequence.output_token_ids
-        banned = self._banned_at_first if len(output) < self._params.min_tokens else frozenset[int]()
-        prompt = self.request.prompt_token_ids
-        row = SamplingRow(self._params, self.request.seed, child, len(output), prompt, output, banned)
-        token = sample(logits[None], [row])[0]
-        if isinstance(token, SamplingError):
-            self.fail(token)
-        else:
-            self._accept(sequence, token)
+            for sequence in self.request.unfinished:
+                self._draw(sequence, logits[0])
+        elif not item.sequence.is_finished:
+            self._verify(item, logits)
 
     def fail(self, error: SamplingError) -> None:
         for sequence in self.request.unfinished:
@@ -79,7 +64,7 @@ class SampledRequest(Tracked):
         if self._prompt_logprobs is None:
             return range(0)
         stop = item.sequence.num_computed
-        return range(stop - item.num_tokens, min(stop, self.request.num_prompt_tokens - 1))
+        return range(stop - item.num_known, min(stop, self.request.num_prompt_tokens - 1))
 
     def score_prompt(self, position: int, logits: np.ndarray) -> None:
         assert self._prompt_logprobs is not None
@@ -98,7 +83,31 @@ class SampledRequest(Tracked):
             self.request.sequences.append(self.scheduler.fork(first, index))
         self.request.is_forked = True
 
-    def _accept(self, sequence: TokenSequence, token: SampledToken) -> None:
+    def _verify(self, item: Scheduled, logits: np.ndarray) -> None:
+        """Draw token after token; those behind a draft's token are of use only as long as it is the one that is drawn."""
+        sequence = item.sequence
+        for row, guess in zip(logits, (*item.draft, None), strict=True):
+            self._draw(sequence, row)
+            if sequence.is_finished or sequence.token_ids[-1] != guess:
+                break
+            self.scheduler.accept(item)
+        self.scheduler.drop_draft(item)
+
+    def _draw(self, sequence: TokenSequence, logits: np.ndarray) -> None:
+        """The next token of a sequence, from logits [V]. Where none can be drawn, the request ends."""
+        if sequence.is_finished:  # another one has failed
+            return
+        output = sequence.output_token_ids
+        banned = self._banned_at_first if len(output) < self._params.min_tokens else frozenset[int]()
+        prompt = self.request.prompt_token_ids
+        row = SamplingRow(self._params, self.request.seed, sequence.index, len(output), prompt, output, banned)
+        token = sample(logits[None], [row])[0]
+        if isinstance(token, SamplingError):
+            self.fail(token)
+        else:
+            self._append(sequence, token)
+
+    def _append(self, sequence: TokenSequence, token: SampledToken) -> None:
         """Append a token to a sequence, and end the sequence where the token says so."""
         params = self._params
         sequence.token_ids.append(token.token_id)

@@ -3,6 +3,9 @@
 First come, first served. A request's computed tokens catch up with its known tokens within a budget a step, so prompts in
 chunks and decodes of others share steps. Where blocks run out, the latest arrival is preempted: its blocks go to the host pool
 and come back later (swap), or it is computed again from its tokens (recompute).
+
+What is then left of the budget and the blocks goes to speculation: sequences compute guesses at their next tokens in the same
+step. Those that prove right count; the slots of the others are given back.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import NamedTuple
 
 from ..cache import BlockCopy, BlockManager, Swap
 from ..outputs import FinishReason
+from ..sampling_params import BeamSearchParams
 from .request import Request, Sequence, Status
 
 
@@ -58,6 +62,8 @@ class Counters:
     copies: int = 0
     swapped_in_blocks: int = 0
     swapped_out_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -69,12 +75,16 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
         prefers_swap: Callable[[Request], bool] = lambda request: False,
     ) -> None:
-        """``prefers_swap`` says whether a request to be preempted is better swapped than recomputed."""
+        """``num_speculative_tokens`` are guessed at most for a sequence and step. ``prefers_swap`` says whether a request to be
+        preempted is better swapped than recomputed.
+        """
         self.blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_speculative_tokens = num_speculative_tokens
         self._prefers_swap = prefers_swap
         self.waiting: deque[Request] = deque()  # by arrival: preempted ones return to the front
         self.running: list[Request] = []  # by arrival
@@ -126,17 +136,25 @@ class Scheduler:
                 self._schedule_running(request, step)
         if not step.preempted:
             self._admit(step)
+        if self._num_speculative_tokens:
+            self._draft(step)
         self.counters.copies += len(step.copies)
         self.counters.swapped_in_blocks += len(step.swaps_in)
         self.counters.swapped_out_blocks += len(step.swaps_out)
         return step
 
     def advance(self, step: Step) -> None:
-        """Note that a step was computed: publish the blocks that it filled, release those that windows left behind."""
+        """Note that a step was computed: publish the blocks that it filled, release those that windows left behind.
+
+        Drafts do not count yet; each has to be verified (:meth:`accept`, :meth:`drop_draft`) before the next step.
+        """
         for item in step.scheduled:
-            request, sequence = item.request, item.sequence
-            sequence.num_computed += item.num_tokens
-            self.blocks.computed(sequence.tables, sequence.token_ids, request.cache_salt)
+            self._computed(item, item.num_known)
+
+    def _computed(self, item: Scheduled, num_tokens: int) -> None:
+        sequence = item.sequence
+        sequence.num_computed += num_tokens
+        self.blocks.computed(sequence.tables, sequence.token_ids, sequence.num_computed, item.request.cache_salt)
 
     def forget_swaps(self, step: Step) -> None:
         """A step failed, its swaps made or not: those it was to swap out are computed again."""
@@ -188,30 +206,71 @@ class Scheduler:
                 sequence.num_computed = request.num_prompt_tokens
         return [leader, *others]
 
+    # ---- speculation -------------------------------------------------------------------------------------------------
+    def _draft(self, step: Step) -> None:
+        """Let sequences that will know what to draw from compute guesses too. All others have what they need by now."""
+        for index, item in enumerate(step.scheduled):
+            most = min(self._most_guesses(item), self._max_num_batched_tokens - step.num_tokens)
+            draft = item.sequence.ngrams.propose(item.sequence.token_ids, most) if most > 0 else ()
+            while draft and not self.blocks.can_append([(item.sequence.tables, len(draft))]):
+                draft = draft[:-1]
+            if draft:
+                self.blocks.append(item.sequence.tables, len(draft))  # no copies: the last block is its own by now
+                step.scheduled[index] = item._replace(num_tokens=item.num_tokens + len(draft), draft=draft)
+                step.num_tokens += len(draft)
+                self.counters.draft_tokens += len(draft)
+
+    def _most_guesses(self, item: Scheduled) -> int:
+        """None before the last known token, for beams, and before the first token, which is drawn for all n at once.
+
+        The last token of a sequence is not guessed, since nothing comes after it.
+        """
+        request, sequence = item.request, item.sequence
+        is_last = sequence.num_computed + item.num_tokens == len(sequence.token_ids)
+        if not (is_last and request.is_forked) or isinstance(request.params, BeamSearchParams):
+            return 0
+        return min(self._num_speculative_tokens, request.most_to_come(sequence) - 1)
+
+    def accept(self, item: Scheduled) -> None:
+        """The next token of an item's draft was drawn, and the sequence goes on: what was computed of it counts."""
+        self._computed(item, 1)
+        self.counters.accepted_tokens += 1
+
+    def drop_draft(self, item: Scheduled) -> None:
+        """Give back what was claimed for the tokens of an item's draft that were not accepted."""
+        if not item.sequence.is_finished:  # it holds nothing any more
+            self.blocks.truncate(item.sequence.tables, item.sequence.num_computed)
+
     # ---- admission ---------------------------------------------------------------------------------------------------
     def _admit(self, step: Step) -> None:
         num_seqs = sum(request.num_seqs for request in self.running)
+        promised: int | None = None  # to those running; summed up once, where somebody may come in
         while self.waiting and step.num_tokens < self._max_num_batched_tokens:
             request = self.waiting[0]
             num_seqs += request.num_seqs
             as_refused = (request, self.blocks.allocator.num_free_blocks)
             if num_seqs > self._max_num_seqs or self._refused == as_refused:  # looking for hits again would cost time
                 return
-            admitted = self._swap_in(request, step) if request.status is Status.SWAPPED else self._begin(request)
+            if promised is None:
+                promised = sum(map(self._blocks_to_come, self.running))
+            room = self._blocks_known(request) + promised
+            is_swapped = request.status is Status.SWAPPED
+            admitted = self._swap_in(request, room, step) if is_swapped else self._begin(request, room)
             if not admitted:
                 self._refused = as_refused
                 return
             self.waiting.popleft()
             request.status = Status.RUNNING
             self.running.append(request)
+            promised += self._blocks_to_come(request)
             wanted = self._wanted(request, self._max_num_batched_tokens - step.num_tokens)
             self._claim(request, wanted, step)
 
-    def _begin(self, request: Request) -> bool:
-        """Give a waiting request what is cached of it, if there is room for all its known tokens; else change nothing."""
+    def _begin(self, request: Request, room: int) -> bool:
+        """Give a waiting request what is cached of it, if there are ``room`` blocks; else change nothing."""
         leader = request.unfinished[0]
         hits = self._match(request, leader)
-        if not self.blocks.can_hold(self._room_for(request), hits):
+        if not self.blocks.can_hold(room, hits):
             return False
         self.blocks.adopt(leader.tables, hits)
         leader.num_computed = leader.tables.num_tokens
@@ -227,22 +286,26 @@ class Scheduler:
         most = 0 if request.wants_prompt_logprobs else known - 1
         return self.blocks.match(leader.token_ids, most, request.cache_salt)
 
-    def _swap_in(self, request: Request, step: Step) -> bool:
-        """Bring a swapped request's blocks back, if there is room for them and for its next tokens."""
-        if not self.blocks.can_hold(self._room_for(request), self.blocks.no_hits()):
+    def _swap_in(self, request: Request, room: int, step: Step) -> bool:
+        """Bring a swapped request's blocks back, if there are ``room`` blocks."""
+        if not self.blocks.can_hold(room, self.blocks.no_hits()):
             return False
         step.swaps_in += self.blocks.swap_in([sequence.tables for sequence in request.unfinished])
         return True
 
-    def _room_for(self, request: Request) -> int:
-        """Blocks that must be free to admit a request: for all its known tokens, and what those running are about to take.
-
-        That is what is left of their known tokens, and a block each: a newcomer should not be preempted by the very next steps.
-        """
+    def _blocks_known(self, request: Request) -> int:
+        """Blocks for all known tokens of a request that is to be admitted."""
         lengths = [len(sequence.token_ids) for sequence in request.unfinished]
-        unfinished = [sequence for other in self.running for sequence in other.unfinished]
-        remaining = sum((len(s.token_ids) - s.num_computed) // self.blocks.block_size + 1 for s in unfinished)
-        return self.blocks.blocks_known(request.num_prompt_tokens, lengths) + remaining * len(self.blocks.groups)
+        return self.blocks.blocks_known(request.num_prompt_tokens, lengths)
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """Blocks that a running request is about to take: for what is left of its known tokens, and one a sequence.
+
+        They stay free when others are admitted: a newcomer should not be preempted by the very next steps.
+        """
+        size = self.blocks.block_size
+        remaining = sum((len(s.token_ids) - s.num_computed) // size + 1 for s in request.unfinished)
+        return remaining * len(self.blocks.groups)
 
     # ---- preemption --------------------------------------------------------------------------------------------------
     def _preempt(self, request: Request, step: Step) -> None:

@@ -23,3 +23,5 @@ class Stats:
     prefix_cache_hit_tokens: int
     prompt_tokens: int
     generation_tokens: int
+    draft_tokens: int  #: computed on a guess (speculation)
+    accepted_tokens: int  #: those of them that were right, so that a step more was saved

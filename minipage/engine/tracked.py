@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,12 +27,10 @@ class Tracked(ABC):
         self.num_generated = 0  #: tokens drawn so far, by all sequences
 
     @abstractmethod
-    def children(self, item: Scheduled) -> Sequence[int]:
-        """The sequences, by index, that want the logits of a scheduled item's last token; none before it is the last known."""
-
-    @abstractmethod
-    def take(self, child: int, logits: np.ndarray) -> None:
-        """Logits [V] float32 of the next token of a sequence. They are not to be kept."""
+    def take(self, item: Scheduled, logits: np.ndarray) -> None:
+        """Logits [1 + d, V] float32 behind the last known token of a sequence, and behind each of the d tokens of its draft.
+        They are not to be kept.
+        """
 
     @abstractmethod
     def fail(self, error: SamplingError) -> None:

@@ -117,15 +117,17 @@ def test_write_into_a_published_block(history: Folders, monkeypatch: pytest.Monk
     with open_llm(history(SEED)) as llm:
         computed = llm.engine._scheduler.blocks.computed
 
-        def too_early(tables: Any, token_ids: list[int], salt: str | None) -> None:
-            computed(tables, token_ids, salt)
+        def too_early(tables: Any, token_ids: list[int], num_computed: int, salt: str | None) -> None:
+            computed(tables, token_ids, num_computed, salt)
             for table in tables.tables:
                 table.num_tokens -= 1  # the last token is to be written once more
 
         def again(self: Scheduler, step: Step) -> None:
             for item in step.scheduled:
-                item.sequence.num_computed += item.num_tokens - 1
-                too_early(item.sequence.tables, item.sequence.token_ids, item.request.cache_salt)
+                sequence = item.sequence
+                count = sequence.num_computed + item.num_tokens
+                sequence.num_computed = count - 1
+                too_early(sequence.tables, sequence.token_ids, count, item.request.cache_salt)
 
         monkeypatch.setattr(Scheduler, "advance", again)
         monkeypatch.setattr(BlockTable, "must_copy", lambda self, num_tokens: False)
@@ -229,9 +231,9 @@ def test_stale_read_shows(history: Folders, monkeypatch: pytest.MonkeyPatch) -> 
     with open_llm(history(SEED), sliding_window=8, enable_prefix_caching=False) as llm:
         roll = BlockTable.roll
 
-        def too_soon(self: BlockTable) -> None:
+        def too_soon(self: BlockTable, num_tokens: int) -> None:
             blocks, self._window = list(self.blocks), 1
-            roll(self)
+            roll(self, num_tokens)
             self._window = 8
             self.blocks = blocks  # still read, though given back
 

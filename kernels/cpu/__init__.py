@@ -10,9 +10,9 @@ from .attention import paged_attention
 from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
-from .norm import layer_norm, rms_norm
+from .norm import add_rms_norm, layer_norm, rms_norm
 from .rope import rope, rope_and_cache
-from .weights import empty_weight, pack_rows, unpack_rows
+from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
@@ -21,6 +21,7 @@ __all__ = [
     "KEY_AXES",
     "VALUE_AXES",
     "add",
+    "add_rms_norm",
     "copy_blocks",
     "embed",
     "empty_weight",
@@ -28,6 +29,7 @@ __all__ = [
     "gather_rows",
     "layer_norm",
     "linear",
+    "pack_groups",
     "pack_rows",
     "paged_attention",
     "rms_norm",

@@ -1,58 +1,26 @@
-"""Norms over the hidden size. The sums are float64: scalar code either way, and then their order is no matter."""
+"""Norms over the hidden size. The sums are float64, in one fixed order."""
 
 from __future__ import annotations
 
-import numpy as np
-from numba import prange
-
 from ..ops import Array
-from .jit import INPUT_VECTOR, Kernel, inner
+from .kernel import Kernel
 
-_SERIAL = 1 << 14  #: elements below which starting the threads takes longer than the work
+_MATRIX, _VECTOR = "float32[:, ::1]", "float32[::1]"
+_RMS_NORM = Kernel("norm:rms_norm", f"{_MATRIX}, {_MATRIX}, {_VECTOR}, float64")
+_ADD_RMS_NORM = Kernel("norm:add_rms_norm", f"{_MATRIX}, {_MATRIX}, {_MATRIX}, {_VECTOR}, float64")
+_LAYER_NORM = Kernel("norm:layer_norm", f"{_MATRIX}, {_MATRIX}, {_VECTOR}, {_VECTOR}, float64")
 
 
 def rms_norm(out: Array, x: Array, weight: Array, eps: float) -> None:
     """Root mean square norm (Zhang and Sennrich 2019): out = x / sqrt(mean(x^2) + eps) * weight."""
-    _rms_norm_kernel(out, x, weight, eps)
+    _RMS_NORM(out, x, weight, eps)
+
+
+def add_rms_norm(out: Array, h: Array, x: Array, weight: Array, eps: float) -> None:
+    """The residual of a layer and the norm of the next one: h += x, and then out = rms_norm(h)."""
+    _ADD_RMS_NORM(out, h, x, weight, eps)
 
 
 def layer_norm(out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
     """Layer norm (Ba et al. 2016): out = (x - mean) / sqrt(var + eps) * weight + bias."""
-    _layer_norm_kernel(out, x, weight, bias, eps)
-
-
-def _rms_norm(out: Array, x: Array, weight: Array, eps: float) -> None:
-    if x.size < _SERIAL:
-        for t in range(len(x)):
-            _rms_norm_row(out[t], x[t], weight, eps)
-    else:
-        for t in prange(len(x)):
-            _rms_norm_row(out[t], x[t], weight, eps)
-
-
-@inner
-def _rms_norm_row(out: Array, x: Array, weight: Array, eps: float) -> None:
-    total = 0.0
-    for i in range(len(x)):
-        total += np.float64(x[i]) * np.float64(x[i])
-    scale = np.float32(1 / np.sqrt(total / len(x) + eps))
-    for i in range(len(x)):
-        out[i] = x[i] * scale * weight[i]
-
-
-def _layer_norm(out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
-    for t in range(len(x)):
-        mean = 0.0
-        for i in range(x.shape[1]):
-            mean += x[t, i]
-        mean /= x.shape[1]
-        variance = 0.0
-        for i in range(x.shape[1]):
-            variance += (x[t, i] - mean) ** 2
-        scale = 1 / np.sqrt(variance / x.shape[1] + eps)
-        for i in range(x.shape[1]):
-            out[t, i] = np.float32((x[t, i] - mean) * scale) * weight[i] + bias[i]
-
-
-_rms_norm_kernel = Kernel(_rms_norm, f"float32[:, ::1], float32[:, ::1], {INPUT_VECTOR}, float64", parallel=True)
-_layer_norm_kernel = Kernel(_layer_norm, f"float32[:, ::1], float32[:, ::1], {INPUT_VECTOR}, {INPUT_VECTOR}, float64")
+    _LAYER_NORM(out, x, weight, bias, eps)

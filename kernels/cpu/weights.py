@@ -1,28 +1,27 @@
 """Packed weights of the CPU: panels of 16 outputs side by side, so that a vector lane is an output.
 
-Float kinds: one array [P, K, 16] of P = ceil(N / 16) panels, in the dtype by which Numba knows the storage. int8 and int4:
-one array [P, G, bytes] of records (see :mod:`.quantized`). Either way a panel is one stream of memory.
+Float kinds: one array [P, K, 16] of P = ceil(N / 16) panels, in the dtype by which Numba knows the storage. Quantised kinds:
+one array [P, G, bytes] of records (see :mod:`.records`). Either way a panel is one stream of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..dtypes import STORAGE, convert, to_float32
-from ..ops import WEIGHT_KINDS, Array, PackedWeight
+from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
 from ..quantization import (
+    check_groups,
     check_rows,
-    dequantize_int4,
-    dequantize_int8,
+    code_dtype,
+    dequantize,
     num_groups,
-    quantize_int4,
-    quantize_int8,
+    quantize,
     ungroup,
 )
-from .quantized import PANEL, RECORD_BYTES, RECORD_DTYPE, pack_pairs, record_fields, unpack_pairs
+from .records import PANEL, RECORD_BYTES, pack_panel, unpack_panel
 from .storage import as_numba, widen
 
 _CHUNK = 16 * PANEL  #: rows that are converted at once: large enough to be fast, small beside the weight
@@ -35,7 +34,7 @@ def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
     if kind in STORAGE:
         array = as_numba(xp.zeros((panels, num_inputs, PANEL), STORAGE[kind]))
     elif kind in WEIGHT_KINDS:
-        array = xp.zeros((panels, num_groups(num_inputs), RECORD_BYTES[kind]), RECORD_DTYPE[kind])
+        array = xp.zeros((panels, num_groups(num_inputs), RECORD_BYTES[kind]), np.uint8)
     else:
         raise ValueError(f"kind {kind!r} is not a weight kind; allowed: {', '.join(WEIGHT_KINDS)}")
     return PackedWeight(kind, shape, (array,))
@@ -45,49 +44,72 @@ def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
     """Store or quantise ``rows`` as rows start.. of ``weight``."""
     check_rows(weight, start, rows)
     for first in range(0, len(rows), _CHUNK):
-        _pack_chunk(weight, start + first, rows[first : first + _CHUNK])
-
-
-def _pack_chunk(weight: PackedWeight, start: int, rows: Array) -> None:
-    (array,) = weight.arrays
-    if weight.kind in STORAGE:
-        fields: tuple[Array, ...] = (array,)
-        parts: tuple[Array, ...] = (as_numba(convert(rows, weight.kind)),)
-    else:
-        fields = record_fields(array)
-        wide = to_float32(rows)
-        if weight.kind == "int8":
-            parts = quantize_int8(wide)
+        chunk = rows[first : first + _CHUNK]
+        if weight.kind in STORAGE:
+            _store(weight, start + first, as_numba(convert(chunk, weight.kind)))
         else:
-            codes, *rest = quantize_int4(wide)
-            parts = (pack_pairs(codes), *rest)
-    for panel, lanes, taken in _panels(start, len(rows)):
-        for field, part in zip(fields, parts, strict=True):
-            # The row is the first axis of what is written, and the lane, so the last, of the panel.
-            field[panel, ..., lanes] = np.moveaxis(part[taken], 0, -1)
+            pack_groups(weight, start + first, quantize(to_float32(chunk), weight.kind))
 
 
-def _panels(start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-    """The panels of rows start .. start + count: for each, its lanes and the rows that go there, counted from start."""
+def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
+    """Store quantised rows as rows start.. of ``weight``."""
+    check_groups(weight, start, groups)
+    (records,) = weight.arrays
+    count = len(groups.codes)
+    first, before = divmod(start, PANEL)
+    after = -(start + count) % PANEL
+    if before or after:
+        groups = _with_neighbours(weight, start, groups, before, after)
+    panels = pack_panel(weight.kind, groups)
+    records[first : first + len(panels)] = panels
+
+
+def _with_neighbours(weight: PackedWeight, start: int, groups: Groups, before: int, after: int) -> Groups:
+    """The rows together with those that share their first and last panel, as these are now."""
+    stop = start + len(groups.codes)
+    left = _groups_of(weight, np.arange(start - before, start))
+    right = _groups_of(weight, np.arange(stop, stop + after))
+    parts = [
+        None if part is None else np.concatenate([one, part, other])
+        for one, part, other in zip(left, groups, right, strict=True)
+    ]
+    return Groups(*parts)
+
+
+def _store(weight: PackedWeight, start: int, rows: Array) -> None:
+    """Rows of a float kind, as Numba knows them."""
+    (panels,) = weight.arrays
     row = 0
-    while row < count:
+    while row < len(rows):
         panel, lane = divmod(start + row, PANEL)
-        taken = min(PANEL - lane, count - row)
-        yield panel, slice(lane, lane + taken), slice(row, row + taken)
+        if lane or len(rows) - row < PANEL:
+            taken = min(PANEL - lane, len(rows) - row)
+            panels[panel, :, lane : lane + taken] = rows[row : row + taken].T
+        else:  # as many whole panels as there are
+            whole = (len(rows) - row) // PANEL
+            taken = whole * PANEL
+            panels[panel : panel + whole] = rows[row : row + taken].reshape(whole, PANEL, -1).transpose(0, 2, 1)
         row += taken
 
 
 def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
     """Rows start..stop as float32 [n, K]."""
-    return select_rows(weight, np.arange(start, stop))
-
-
-def select_rows(weight: PackedWeight, rows: Array) -> Array:
-    """The rows of the given indices [n] as float32 [n, K]."""
-    (array,) = weight.arrays
-    panels, lanes = np.divmod(rows, PANEL)
+    rows = np.arange(start, stop)
     if weight.kind in STORAGE:
-        return widen(array[panels, :, lanes])
-    parts = [field[panels, ..., lanes] for field in record_fields(array)]
-    groups = dequantize_int8(*parts) if weight.kind == "int8" else dequantize_int4(unpack_pairs(parts[0]), *parts[1:])
-    return ungroup(groups, weight.shape[1])
+        (panels,) = weight.arrays
+        return widen(panels[rows // PANEL, :, rows % PANEL])
+    return ungroup(dequantize(_groups_of(weight, rows), weight.kind), weight.shape[1])
+
+
+def _groups_of(weight: PackedWeight, rows: Array) -> Groups:
+    """Quantised rows by their indices [n], in ascending order; those of the last panel's padding count too."""
+    (records,) = weight.arrays
+    if not len(rows):
+        groups = records.shape[1]
+        halves = np.empty((0, groups), np.float16)
+        codes = np.empty((0, groups, GROUP_SIZE), code_dtype(weight.kind))
+        return Groups(codes, halves, halves if weight.kind == "int4" else None)
+    first = int(rows[0]) // PANEL
+    whole = unpack_panel(weight.kind, records[first : int(rows[-1]) // PANEL + 1])
+    parts = [None if part is None else part[rows - first * PANEL] for part in whole]
+    return Groups(*parts)

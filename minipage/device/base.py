@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +49,14 @@ class Device(ABC):
     def compute(self) -> AbstractContextManager[Any]:
         """The context that ops run under: whatever the device needs set or held meanwhile."""
         return nullcontext()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What makes the ops that ``function`` calls run, now and again, with as little Python in their way as the device can.
+
+        The ops read and write the same arrays each time, so what is to change has to change in these. ``function`` is called
+        once, at once or with the first run, and must do nothing but call ops. Runs belong inside :meth:`compute`.
+        """
+        return function
 
     def synchronize(self) -> None:  # noqa: B027  (what runs at once has nothing to wait for)
         """Wait for all ops launched so far."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +15,7 @@ from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
 
-# Numba's threading layers are not all safe to enter from two threads at once, so steps of all engines take turns.
-_COMPUTE_LOCK = threading.Lock()
+MOST_THREADS = 1024  #: of a team
 
 
 class HostDevice(Device):
@@ -40,32 +39,31 @@ class HostDevice(Device):
 
 
 class CpuDevice(HostDevice):
-    """Numba kernels on ``num_threads`` threads (default: the physical cores that this process may use)."""
+    """Numba kernels on a team of ``num_threads`` threads (default: the physical cores that this process may use)."""
 
     name = "cpu"
 
     def __init__(self, num_threads: int | None = None) -> None:
-        import numba
-
         from ..kernels import cpu
+        from ..kernels.cpu.team import Team
 
-        most = int(numba.config.NUMBA_NUM_THREADS)
-        if num_threads is not None and num_threads > most:
-            raise InvalidArgumentError(
-                f"num_threads={num_threads} is not allowed; this process may use 1 to {most} (NUMBA_NUM_THREADS sets the most)"
-            )
-        self.num_threads = num_threads or min(most, physical_cores())
+        if num_threads is not None and num_threads > MOST_THREADS:
+            raise InvalidArgumentError(f"num_threads={num_threads} is not allowed; allowed: 1 to {MOST_THREADS}")
+        self.num_threads = num_threads or physical_cores()
         self.ops = cast(Ops, cpu)
-        self._set_num_threads = numba.set_num_threads
+        self._team = Team(self.num_threads)
 
     def compute(self) -> AbstractContextManager[Any]:
-        return self._computing()
+        return self._team
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with _COMPUTE_LOCK:
-            self._set_num_threads(self.num_threads)
-            yield
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        with self._team.record() as program:
+            function()
+        return partial(self._team.run, program)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
 
 
 class ReferenceDevice(HostDevice):

@@ -19,7 +19,7 @@ Type = Any  #: llvmlite.ir.Type
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 BYTE, SHORT, INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SIZES = {FLOAT: 4, HALF: 2, BYTE: 1, SHORT: 2}
+_SIZES = {FLOAT: 4, HALF: 2, BYTE: 1, SHORT: 2, INT: 1}  #: alignment; the words of codes lie anywhere
 
 
 def long(value: int) -> Value:
@@ -53,12 +53,25 @@ def store(builder: Builder, vector: Value, pointer: Value, index: Value) -> None
     builder.store(vector, _address(builder, pointer, element, index, vector.type)).align = _SIZES[element]
 
 
+def prefetch(builder: Builder, pointer: Value, distance: Value) -> None:
+    """Ask for the memory ``distance`` bytes behind a pointer, which may be nobody's."""
+    byte = BYTE.as_pointer()
+    address = builder.bitcast(builder.gep(builder.bitcast(pointer, byte), [distance]), byte)
+    function = builder.module.globals.get("llvm.prefetch.p0")
+    if function is None:
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
+        function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [address, *(ir.Constant(INT, value) for value in (0, 3, 1))])  # to read, into all caches, data
+
+
 def load_as_float32(builder: Builder, dtype: Any, pointer: Value, index: Value, lanes: int) -> Value:
     """A vector of one of the storages of :mod:`.storage`, told by its Numba ``dtype``, as float32."""
     if dtype == types.float32:
         return load(builder, pointer, FLOAT, index, lanes)
     if dtype == types.int16:
         return builder.fpext(load(builder, pointer, HALF, index, lanes), ir.VectorType(FLOAT, lanes))
+    if dtype == types.int8:
+        return builder.sitofp(load(builder, pointer, BYTE, index, lanes), ir.VectorType(FLOAT, lanes))
     # The bits of a bfloat16 are the upper half of a float32's.
     bits = builder.zext(load(builder, pointer, SHORT, index, lanes), ir.VectorType(INT, lanes))
     return builder.bitcast(builder.shl(bits, constant(INT, lanes, 16)), ir.VectorType(FLOAT, lanes))

@@ -1,0 +1,129 @@
+"""Machine code of kernels: compiled once on a machine, kept in a folder, and loaded from there by later processes.
+
+Loading needs llvmlite alone: what took Numba half a minute to compile is there in milliseconds, without importing Numba.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from . import isa
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+logger = logging.getLogger("minipage")
+
+ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
+_lock = threading.Lock()
+_engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
+
+
+def machine_code(kernel: Kernel) -> int:
+    """The address of a kernel's code, which is compiled unless it is in the folder."""
+    with _lock:
+        path = cache_folder() / f"{kernel.source.replace(':', '.')}-{_digest(kernel.signature)}.o"
+        try:
+            return _load(path.read_bytes())
+        except (OSError, RuntimeError):  # not there, or cut short by a full disk
+            return _load(_compile(kernel, path))
+
+
+def cache_folder() -> Path:
+    """Where code of these sources for this machine is kept.
+
+    Below MINIPAGE_CACHE_DIR or, without that, below the user's cache folder.
+    """
+    return _cache_root() / state()
+
+
+def _cache_root() -> Path:
+    if chosen := os.environ.get("MINIPAGE_CACHE_DIR"):
+        return Path(chosen) / "kernels"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "minipage" / "kernels"
+
+
+@cache
+def state() -> str:
+    """What identifies all that code is made from: sources, versions, and the machine's instructions."""
+    return source_state(Path(__file__).parent)
+
+
+def source_state(folder: Path) -> str:
+    """The same, for the sources of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    versions = sys.version, llvmlite.__version__, llvm.get_default_triple(), *isa.target()
+    return _digest(digest.hexdigest() + repr(versions))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compile(kernel: Kernel, path: Path) -> bytes:
+    announce = _Announcement(kernel.source)
+    from .compiler import compile_kernel
+
+    code = compile_kernel(kernel.function, kernel.signature)
+    announce.done()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("compiled code is not kept, since %s cannot be written (%s)", path.parent, error)
+    return code
+
+
+class _Announcement:
+    """Says what is being compiled, since the first start on a machine takes a while."""
+
+    _said = False
+
+    def __init__(self, name: str) -> None:
+        if not _Announcement._said:
+            logger.info("compiling kernels for this machine; later starts find them in %s", cache_folder())
+            _Announcement._said = True
+        self._name, self._start = name, time.perf_counter()
+
+    def done(self) -> None:
+        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - self._start)
+
+
+def _load(code: bytes) -> int:
+    _initialize()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    address = engine.get_function_address(ENTRY)
+    if not address:
+        raise RuntimeError("the object file has no entry")
+    _engines.append(engine)
+    return int(address)
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _target_machine() -> Any:
+    return llvm.Target.from_default_triple().create_target_machine(jit=True)

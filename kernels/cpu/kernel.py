@@ -1,0 +1,93 @@
+"""Kernels: functions of ``native/``, compiled to machine code when they are first called, and called by address.
+
+A call is a row of 64-bit words: for an array its address, shape and strides in bytes, for a number its value. So a call can
+be kept and made again without Python, and a whole step becomes a table of (code, words); see :mod:`.team`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..ops import Array
+
+#: Whether kernels run as plain Python, where a debugger can step through them.
+JIT_IS_DISABLED = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
+class Parameter(NamedTuple):
+    """An argument that a kernel takes, as its signature says."""
+
+    dtype: str
+    ndim: int  #: 0 for a number
+    is_contiguous: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Parameter:
+        """From Numba's notation: ``int64``, ``float32[:, ::1]`` (contiguous) or ``float32[:, :]`` (any strides)."""
+        found = re.fullmatch(r"(\w+)(?:\[([:1, ]+)\])?", text)
+        assert found is not None, text
+        axes = found[2].split(",") if found[2] else []
+        return cls(found[1], len(axes), bool(axes) and axes[-1].strip() == "::1")
+
+    def words(self, value: Any) -> list[int]:
+        """A value of this parameter as 64-bit words. Raises TypeError for an array that does not fit."""
+        if not self.ndim:
+            return [_bits(value, self.dtype)]
+        fits = isinstance(value, np.ndarray) and value.dtype == self.dtype and value.ndim == self.ndim
+        if not fits or (self.is_contiguous and not value.flags.c_contiguous):
+            found = f"{value.dtype} {value.shape} {value.strides}" if isinstance(value, np.ndarray) else repr(value)
+            layout = ", contiguous" if self.is_contiguous else ""
+            raise TypeError(f"an array of {self.dtype} with {self.ndim} axes{layout} is wanted, not {found}")
+        return [value.__array_interface__["data"][0], *value.shape, *value.strides]
+
+
+def _bits(value: float, dtype: str) -> int:
+    code = {"int64": "q", "float32": "fxxxx", "float64": "d"}[dtype]
+    word: int = struct.unpack("q", struct.pack(code, value))[0]
+    return word
+
+
+class Kernel:
+    """A function of ``native/`` for one signature. Its last parameter is its :class:`.native.share.Share` of the work.
+
+    One signature and not Numba's own dispatch, which would compile a function anew for every memory layout that it meets: a
+    view of some columns counts as contiguous for one token and as strided for more.
+    """
+
+    def __init__(self, source: str, signature: str) -> None:
+        """``source`` is "module:function" within ``native/``; it is imported only if it has to be compiled."""
+        self.source = source
+        self.signature = signature
+        self.parameters = tuple(map(Parameter.parse, re.findall(r"\w+(?:\[[^\]]*\])?", signature)))
+
+    def words(self, args: tuple[Any, ...]) -> list[int]:
+        """The words of a call."""
+        return [word for kind, arg in zip(self.parameters, args, strict=True) for word in kind.words(arg)]
+
+    @functools.cached_property
+    def function(self) -> Callable[..., None]:
+        """The function in Python."""
+        module, name = self.source.split(":")
+        function: Callable[..., None] = getattr(importlib.import_module(f".native.{module}", __package__), name)
+        return function
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where its machine code is: ``void (*)(int64 *words, int64 thread, int64 num_threads, int64 *tasks)``."""
+        from .code import machine_code
+
+        return machine_code(self)
+
+    def __call__(self, *args: Array | float) -> None:
+        """Call it: at once, or later if a program is being recorded."""
+        from .team import current
+
+        current().call(self, args)

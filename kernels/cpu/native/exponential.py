@@ -1,0 +1,65 @@
+"""exp as a few multiplications; the C library's takes one number at a time.
+
+e^x = 2^n e^r, with x = n ln 2 + r and a polynomial for e^r (that of Cephes' expf): right to about 2e-7 of the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from .vector import FLOAT, INT, Builder, Value, constant, fused_multiply_add
+
+_LOG2_E = 1.4426950408889634
+_LN2 = (0.693359375, -2.12194440e-4)  # in two parts: the first has so few bits that n times it is exact
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_ROUND = 12582912.0  # 1.5 * 2^23: added to a small number, it leaves the nearest integer in the last bits
+_LOWEST, _HIGHEST = -87.0, 88.0
+
+
+def exp_of(builder: Builder, x: Value) -> Value:
+    """e^x of a vector of float32. Beyond -87 and 88 it is that of these; minus infinity gives 0, NaN stays NaN."""
+    lanes = x.type.count
+
+    def number(value: float) -> Value:
+        return constant(FLOAT, lanes, value)
+
+    # In this form a NaN passes both comparisons.
+    bounded = builder.select(builder.fcmp_ordered("<", x, number(_LOWEST)), number(_LOWEST), x)
+    bounded = builder.select(builder.fcmp_ordered(">", bounded, number(_HIGHEST)), number(_HIGHEST), bounded)
+    shifted = fused_multiply_add(builder, bounded, number(_LOG2_E), number(_ROUND))
+    n = builder.fsub(shifted, number(_ROUND))
+    r = fused_multiply_add(builder, n, number(-_LN2[0]), bounded)
+    r = fused_multiply_add(builder, n, number(-_LN2[1]), r)
+    p = number(_POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p = fused_multiply_add(builder, p, r, number(coefficient))
+    p = fused_multiply_add(builder, builder.fmul(p, r), r, r)
+    exponent = builder.add(builder.bitcast(shifted, ir.VectorType(INT, lanes)), constant(INT, lanes, 127))
+    power = builder.bitcast(builder.shl(exponent, constant(INT, lanes, 23)), x.type)
+    value = builder.fmul(builder.fadd(p, number(1.0)), power)
+    return builder.select(builder.fcmp_ordered("==", x, number(-np.inf)), number(0.0), value)
+
+
+def _exp_in_python(x: Any) -> Any:
+    return np.exp(np.float32(x))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _exp_compiled(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        one = ir.VectorType(FLOAT, 1)
+        index = ir.Constant(INT, 0)
+        vector = builder.insert_element(ir.Constant(one, ir.Undefined), args[0], index)
+        return builder.extract_element(exp_of(builder, vector), index)
+
+    return types.float32(types.float32), generate
+
+
+#: ``exp(x)``: e^x of one float32, as :func:`exp_of` has it.
+exp = _exp_in_python if numba.config.DISABLE_JIT else _exp_compiled

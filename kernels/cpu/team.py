@@ -1,0 +1,194 @@
+"""Teams of threads that run kernels, and programs: the calls of a whole step, recorded once and run as one.
+
+The threads are the engine's own. They start with the first program, sleep while there is none, and end with :meth:`Team.close`
+or with the team. A process that was forked starts them anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..ops import Array
+from .kernel import JIT_IS_DISABLED, Kernel
+
+_STATE_WORDS = 64  #: of native/team.py
+_CALLS_TYPE = "int64[:, ::1]"
+_WORK = Kernel("team:work", "int64[::1]")
+_LEAD = Kernel("team:lead", f"int64[::1], {_CALLS_TYPE}")
+_STOP = Kernel("team:stop", "int64[::1]")
+
+_local = threading.local()
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+
+
+class Program:
+    """Calls of kernels on given arrays, in order. The arrays must stay where they are; the program keeps them alive."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Kernel, tuple[Any, ...]]] = []
+        self._words: Array = np.zeros(0, np.int64)
+
+    def add(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        """Append a call."""
+        self._calls.append((kernel, args))
+
+    @functools.cached_property
+    def table(self) -> Array:
+        """int64 [n, 2]: of each call, the addresses of its code and of its words."""
+        rows = [kernel.words(args) for kernel, args in self._calls]
+        starts = itertools.accumulate((len(row) for row in rows), initial=0)
+        self._words = np.array([word for row in rows for word in row], dtype=np.int64)
+        base = self._words.ctypes.data
+        pairs = [(kernel.address, base + 8 * start) for (kernel, _), start in zip(self._calls, starts, strict=False)]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    def run_in_python(self) -> None:
+        """The same without compiled code."""
+        from .native.share import Share
+
+        for kernel, args in self._calls:
+            kernel.function(*args, Share(0, 1, [0]))
+
+
+class Team:
+    """``num_threads`` threads, the calling one among them, that run programs together.
+
+    ``with team:`` makes ops of this thread run on it, each at once; :meth:`record` collects them instead. One thread at a
+    time may be inside; others wait.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._scratch = np.empty(0, np.uint8)
+        self._program: Program | None = None
+        self._outer: list[Team | None] = []
+        self._finish: weakref.finalize[..., Team] | None = None
+        self._begin()
+        _teams.add(self)
+
+    def _begin(self) -> None:
+        if self._finish is not None:
+            self._finish.detach()
+        self._lock = threading.RLock()
+        self._state = _aligned(_STATE_WORDS)
+        self._finish = None
+
+    def __enter__(self) -> Team:
+        self._lock.acquire()
+        self._outer.append(getattr(_local, "team", None))
+        _local.team = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _local.team = self._outer.pop()
+        self._lock.release()
+
+    @contextmanager
+    def record(self) -> Iterator[Program]:
+        """Ops called inside are not run but become a program."""
+        with self:
+            self._program = Program()
+            try:
+                yield self._program
+            finally:
+                self._program = None
+
+    def call(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        """Run a kernel, or add it to the program that is being recorded."""
+        if self._program is not None:
+            self._program.add(kernel, args)
+        else:
+            program = Program()
+            program.add(kernel, args)
+            self.run(program)
+
+    def run(self, program: Program) -> None:
+        """Run a program; returns when it is done."""
+        if JIT_IS_DISABLED:
+            program.run_in_python()
+            return
+        with self._lock:
+            if self._finish is None:
+                self._start()
+            _native(_LEAD, (self._state, program.table), 0, self.num_threads)
+
+    def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
+        """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""
+        sizes = [-(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in shapes]
+        if sum(sizes) > len(self._scratch):
+            self._scratch = _aligned(sum(sizes) // 8).view(np.uint8)  # programs keep the one that they were recorded with
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            self._scratch[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+            for start, (shape, dtype) in zip(starts, shapes, strict=False)
+        ]
+
+    def close(self) -> None:
+        """End the threads. The next program would start them again."""
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._begin()
+
+    def _start(self) -> None:
+        state, count = self._state, self.num_threads
+        threads = [
+            threading.Thread(target=_native, args=(_WORK, (state,), index, count), name=f"minipage-{index}", daemon=True)
+            for index in range(1, count)
+        ]
+        for kernel in (_WORK, _LEAD, _STOP):
+            kernel.address  # noqa: B018  (compile here and not in the threads)
+        for thread in threads:
+            thread.start()
+        self._finish = weakref.finalize(self, _end, state, threads)
+
+
+def current() -> Team:
+    """The team that ops of this thread run on: one of this thread alone, unless it is inside another."""
+    team: Team | None = getattr(_local, "team", None)
+    if team is None:
+        if not hasattr(_local, "alone"):
+            _local.alone = Team(1)
+        team = _local.alone
+    return team
+
+
+def _end(state: Array, threads: list[threading.Thread]) -> None:
+    _native(_STOP, (state,), 0, 1)
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
+
+
+def _native(kernel: Kernel, args: tuple[Any, ...], thread: int, num_threads: int) -> None:
+    """Call compiled code; other Python threads go on meanwhile."""
+    words = np.array(kernel.words(args), dtype=np.int64)
+    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64])
+    entry(kernel.address)(words.ctypes.data, thread, num_threads, 0)
+
+
+def _aligned(num_words: int) -> Array:
+    """Zeros int64 that begin at a cache line."""
+    room = np.zeros(num_words + 8, np.int64)
+    skip = -room.ctypes.data % 64 // 8
+    return room[skip : skip + num_words]
+
+
+def _after_fork() -> None:
+    for team in list(_teams):
+        team._begin()  # the threads, and whoever held the lock, stayed in the parent
+    _local.__dict__.pop("team", None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -70,7 +70,7 @@ class EngineConfig:
     sliding_window: int | None = None
     attention_sinks: int = 0
     speculative: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 8
     num_threads: int | None = None
     seed: int = 0
 

@@ -73,7 +73,7 @@ class LLM:
         sliding_window: int | None = None,
         attention_sinks: int = 0,
         speculative: str | None = None,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int = 8,
         num_threads: int | None = None,
         seed: int = 0,
     ) -> None:

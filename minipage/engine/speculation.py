@@ -3,7 +3,7 @@
 Text that quotes, edits or sums up its prompt, code, tables and lists repeat themselves, and so do small models. A guess costs
 a look into a dict, and is verified in one step together with the last known token (speculative decoding, Leviathan et al.
 2023, section 2, with the text itself in the place of their smaller model; prompt lookup decoding, Saxena 2023). Tokens are
-drawn as ever, by a number that depends on their place alone: a guess is right where it is the token that is drawn. So what
+drawn as ever, by a number that depends on their place alone, and a guess is right where it is the token that is drawn. So what
 comes out is what would come out without guesses, bit for bit.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LONGEST, SHORTEST = 4, 1  #: n-grams that are looked up, the longest first
+LONGEST = 3  #: n-grams that are looked up; longer matches are found from these
 
 
 class NgramIndex:
@@ -22,24 +22,42 @@ class NgramIndex:
         self._num_indexed = 0  # positions that are behind n-grams in the dict
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """``most`` tokens guessed to follow ``token_ids``, or none where the last token is new.
+        """Guess what follows ``token_ids``, which begin with those of the call before.
 
-        ``token_ids`` begin with those of the call before. A guess that reaches their end goes on with itself, so that a
-        pattern of any period is continued.
+            a b c d e . . . x b c d       the last three tokens were followed by e: three tokens from there on are guessed
+              ^^^^^ |         ^^^^^
+                    start
+
+        A guess is as long as the match that it is made from, ``most`` tokens at most: what agrees for longer is more often
+        right, and wrong guesses cost time. A guess that reaches the end of ``token_ids`` goes on with itself, so that
+        patterns of any period are continued. Empty where the last token is new.
         """
         self._extend(token_ids)
-        for n in range(LONGEST, SHORTEST - 1, -1):
+        for n in range(LONGEST, 0, -1):
             start = self._after.get(tuple(token_ids[-n:]))
             if start is not None:
-                draft = list(token_ids[start : start + most])
-                while len(draft) < most:
-                    draft.append(draft[len(draft) + start - len(token_ids)])
-                return tuple(draft)
+                return _continue(token_ids, start, min(_match(token_ids, start, n, most), most))
         return ()
 
     def _extend(self, token_ids: Sequence[int]) -> None:
         """Take in the n-grams that have something behind them: all but those that end with the last token."""
         for position in range(self._num_indexed + 1, len(token_ids)):
-            for n in range(SHORTEST, min(LONGEST, position) + 1):
+            for n in range(1, min(LONGEST, position) + 1):
                 self._after[tuple(token_ids[position - n : position])] = position
             self._num_indexed = position
+
+
+def _match(token_ids: Sequence[int], start: int, known: int, most: int) -> int:
+    """How many tokens before ``start`` are those at the end; ``known`` of them are, and it looks no further than ``most``."""
+    length = known
+    while length < min(most, start) and token_ids[start - length - 1] == token_ids[-length - 1]:
+        length += 1
+    return length
+
+
+def _continue(token_ids: Sequence[int], start: int, count: int) -> tuple[int, ...]:
+    """``count`` tokens from ``start`` on, as if ``token_ids`` went on with them."""
+    copied = list(token_ids[start : start + count])
+    while len(copied) < count:
+        copied.append(copied[start - len(token_ids) + len(copied)])
+    return tuple(copied)

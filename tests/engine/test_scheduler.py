@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minipage.cache import RELEASED, BlockManager, Group, copy_launches
 from minipage.engine.request import Request, Sequence, Status
-from minipage.engine.scheduler import Scheduler, Step
-from minipage.sampling_params import SamplingParams
+from minipage.engine.scheduler import Scheduled, Scheduler, Step
+from minipage.sampling_params import BeamSearchParams, SamplingParams
 
 BLOCK = 4
 
@@ -33,14 +33,17 @@ class Memory:
         for launch in copy_launches(step.copies):
             self.device |= {dst: dict(self.device.get(src, {})) for src, dst in launch}
 
-    def compute(self, request: Request, sequence: Sequence, count: int) -> None:
-        """Write the next ``count`` tokens, after checking that all that they see are there; a shared block is not written."""
+    def compute(self, item: Scheduled) -> None:
+        """Write an item's tokens, after checking that all that they see are there; a shared block is not written."""
         allocator = self.blocks.allocator
+        request, sequence = item.request, item.sequence
+        first, stop = sequence.num_computed, sequence.num_computed + item.num_tokens
+        token_ids = sequence.token_ids[:first] + item.token_ids
+        assert len(token_ids) == stop < request.max_total_tokens
         for index, (group, table) in enumerate(zip(self.blocks.groups, sequence.tables.tables, strict=True)):
-            first, stop = sequence.num_computed, sequence.num_computed + count
             for position in range(stop):
                 block, offset = table.blocks[position // BLOCK], position % BLOCK
-                content = (index, request.cache_salt, tuple(sequence.token_ids[: position + 1]))
+                content = (index, request.cache_salt, tuple(token_ids[: position + 1]))
                 if position >= first:
                     assert allocator.ref_count(block) == 1 and not allocator.is_cached(block)
                     self.device.setdefault(block, {})[offset] = content
@@ -63,6 +66,7 @@ class World:
         caching: bool,
         groups: tuple[Group, ...] = (Group(),),
         host_blocks: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK, groups, caching=caching, num_host_blocks=host_blocks)
         self.allocator = self.blocks.allocator
@@ -70,6 +74,7 @@ class World:
             self.blocks,
             max_num_seqs=max_seqs,
             max_num_batched_tokens=budget,
+            num_speculative_tokens=num_speculative_tokens,
             prefers_swap=lambda request: host_blocks > 0,
         )
         self.memory = Memory(self.blocks)
@@ -92,28 +97,42 @@ class World:
         assert sum(request.num_seqs for request in self.scheduler.running) <= self.max_seqs
         self.memory.move(step)
         for item in step.scheduled:
-            self.memory.compute(item.request, item.sequence, item.num_tokens)
+            self.memory.compute(item)
         self.scheduler.advance(step)
         for item in step.scheduled:
             if item.sequence.is_computed:
-                self._grow(item.request, item.sequence, pick)
+                self._grow(item, pick)
         for request in list(self.scheduler.running):
             self.scheduler.remove_finished(request)
         return step
 
-    def _grow(self, request: Request, sequence: Sequence, pick: itertools.cycle[int]) -> None:
-        first = not request.is_forked
-        if first:
+    def _grow(self, item: Scheduled, pick: itertools.cycle[int]) -> None:
+        request, sequence = item.request, item.sequence
+        if not request.is_forked:
             request.sequences += [self.scheduler.fork(sequence, index) for index in range(1, request.width)]
             request.is_forked = True
-        for each in request.sequences if first else [sequence]:
-            each.token_ids.append(next(pick))
-            if len(each.token_ids) >= request.max_total_tokens or next(pick) == 7:
-                self.scheduler.finish(each, "length")
+            for each in request.sequences:
+                self._append(request, each, pick)
+            return
+        for guess in (*item.draft, None):
+            self._append(request, sequence, pick)
+            if sequence.is_finished or sequence.token_ids[-1] != guess:
+                break
+            self.scheduler.accept(item)
+        self.scheduler.drop_draft(item)
+
+    def _append(self, request: Request, sequence: Sequence, pick: itertools.cycle[int]) -> None:
+        sequence.token_ids.append(next(pick))
+        if len(sequence.token_ids) >= request.max_total_tokens or next(pick) == 7:
+            self.scheduler.finish(sequence, "length")
 
     def check(self) -> None:
-        tables = [sequence.tables for request in self.requests for sequence in request.sequences]
+        sequences = [sequence for request in self.requests for sequence in request.sequences]
+        tables = [sequence.tables for sequence in sequences]
         self.blocks.check_integrity(tables)
+        for sequence in sequences:
+            if sequence.tables.blocks:
+                assert sequence.tables.num_tokens == sequence.num_computed, "only what is computed for good keeps slots"
         for group, table in ((g, t) for each in tables for g, t in zip(self.blocks.groups, each.tables, strict=True)):
             if group.window:
                 held = sum(block != RELEASED for block in table.blocks)
@@ -133,6 +152,7 @@ class Schedules(RuleBasedStateMachine):
         caching=st.booleans(),
         groups=st.sampled_from([(Group(),), (Group(5),), (Group(), Group(7)), (Group(4, 3), Group(4, 3), Group())]),
         host_blocks=st.sampled_from([0, 4, 20]),
+        num_speculative_tokens=st.sampled_from([0, 1, 4, 8]),
         seed=st.lists(st.integers(0, 8), min_size=5, max_size=17),
     )
     def start(
@@ -143,9 +163,11 @@ class Schedules(RuleBasedStateMachine):
         caching: bool,
         groups: tuple[Group, ...],
         host_blocks: int,
+        num_speculative_tokens: int,
         seed: list[int],
     ) -> None:
-        self.world = World(num_blocks * len(groups), max_seqs, budget, caching, groups, host_blocks)
+        num_blocks *= len(groups)
+        self.world = World(num_blocks, max_seqs, budget, caching, groups, host_blocks, num_speculative_tokens)
         self.pick = itertools.cycle([*seed, 1, 2, 3])
         self.names = itertools.count()
 
@@ -201,11 +223,13 @@ def run_all(world: World, limit: int = 500) -> int:
     raise AssertionError(f"not finished after {limit} steps")
 
 
-@given(prompt=st.integers(1, 40), n=st.integers(1, 5), num_blocks=st.integers(1, 16))
+@given(
+    prompt=st.integers(1, 40), n=st.integers(1, 5), num_blocks=st.integers(1, 16), guesses=st.sampled_from([0, 3, 8])
+)
 @settings(max_examples=200, deadline=None)
-def test_longest_total_is_reached_alone(prompt: int, n: int, num_blocks: int) -> None:
+def test_longest_total_is_reached_alone(prompt: int, n: int, num_blocks: int, guesses: int) -> None:
     """A request that the pool takes reaches its longest length alone without being preempted, and no further."""
-    world = World(num_blocks, n, 64, caching=False)
+    world = World(num_blocks, n, 64, caching=False, num_speculative_tokens=guesses)
     longest = world.blocks.longest_total(prompt, n)
     assert longest is not None
     if longest == 0:
@@ -279,3 +303,77 @@ def test_cached_prefix_is_not_computed_again(n: int) -> None:
     assert again is not None
     assert world.step(itertools.cycle([1])).num_tokens == 4
     assert again.num_cached_tokens == 8
+
+
+# ---- speculation -------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_verified_in_one_step() -> None:
+    """A sequence that repeats itself computes its last known token and the draft together, and grows by one more."""
+    world = World(32, 4, 64, caching=False, num_speculative_tokens=4)
+    request = world.add(0, [1] * 9, 1)
+    assert request is not None
+    pick = itertools.cycle([1])
+    assert world.step(pick).scheduled[0].draft == ()  # the prompt
+    [item] = world.step(pick).scheduled
+    assert (item.num_tokens, item.num_known, item.draft) == (5, 1, (1, 1, 1, 1))
+    assert len(request.sequences[0].token_ids) == 9 + 1 + 5
+    counters = world.scheduler.counters
+    assert (counters.draft_tokens, counters.accepted_tokens) == (4, 4)
+
+
+def test_wrong_guesses_give_their_blocks_back() -> None:
+    """Where nothing of a draft is right, the table holds what it would hold without it, and no block more is published."""
+    world = World(32, 4, 64, caching=True, num_speculative_tokens=8)
+    request = world.add(0, [1] * 11, 1)
+    assert request is not None
+    world.step(itertools.cycle([1]))
+    free = world.allocator.num_free_blocks
+    [item] = world.step(itertools.cycle([2])).scheduled
+    assert len(item.draft) == min(8, request.max_total_tokens - 12 - 1)
+    assert request.sequences[0].tables.num_tokens == request.sequences[0].num_computed == 12
+    assert world.allocator.num_free_blocks == free == 32 - 3
+    assert world.allocator.num_cached_blocks == 3
+    world.check()
+
+
+def test_drafts_take_what_is_left_of_the_budget() -> None:
+    """Every known token goes first, those of newcomers too; guesses get the rest, the earliest arrival's first."""
+    world = World(64, 4, 8, caching=False, num_speculative_tokens=8)
+    pick = itertools.cycle([1])
+    for name in range(2):
+        world.add(name, [1] * 4, 1)
+    world.step(pick)
+    world.add(2, [2] * 5, 1)
+    assert [(item.num_known, len(item.draft)) for item in world.step(pick).scheduled] == [(1, 1), (1, 0), (5, 0)]
+    assert [(item.num_known, len(item.draft)) for item in world.step(pick).scheduled] == [(1, 5), (1, 0), (1, 0)]
+
+
+def test_drafts_take_what_is_left_of_the_blocks() -> None:
+    """Guesses shrink to the slots that are free, and nobody gives way for them."""
+    world = World(12, 4, 64, caching=False, num_speculative_tokens=8)
+    pick = itertools.cycle([1])
+    world.add(0, [1] * 9, 1)
+    world.add(1, [1] * 8, 1)
+    world.step(pick)
+    while world.allocator.num_free_blocks > 2:  # others hold all but two blocks
+        world.allocator.allocate()
+    # The second sequence takes one of the two for its next token, so there are 2 and 4 free slots for the first one's guesses;
+    # the second one's have those of its own block.
+    step = world.step(pick)
+    assert [(item.num_known, len(item.draft)) for item in step.scheduled] == [(1, 6), (1, 3)]
+    assert world.allocator.num_free_blocks == 0
+    assert world.scheduler.counters.preemptions == 0
+
+
+def test_beams_and_prompts_do_not_draft() -> None:
+    """Chunks of a prompt that repeats itself have no guesses behind them, and neither have the tokens of beams."""
+    world = World(32, 4, 4, caching=False, num_speculative_tokens=4)
+    world.add(0, [1] * 11, 1)
+    pick = itertools.cycle([1])
+    assert [world.step(pick).scheduled[0].draft for _ in range(3)] == [(), (), ()]
+    world = World(32, 4, 64, caching=False, num_speculative_tokens=4)
+    request = world.add(0, [1] * 11, 1)
+    assert request is not None
+    request.params = BeamSearchParams(beam_width=1, max_tokens=8)
+    assert [world.step(pick).scheduled[0].draft for _ in range(3)] == [(), (), ()]

@@ -97,6 +97,10 @@ class Ops(Protocol):
         """out [T, H] = x / sqrt(mean(x^2) + eps) * weight [H] float32. ``out`` may be ``x``."""
         ...
 
+    def add_rms_norm(self, out: Array, h: Array, x: Array, weight: Array, eps: float) -> None:
+        """h [T, H] += x, and then out [T, H] = rms_norm(h), with the bits of the two ops. ``out`` may be ``x``."""
+        ...
+
     def layer_norm(self, out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
         """out [T, H] = (x - mean) / sqrt(var + eps) * weight + bias, both [H] float32. ``out`` may be ``x``."""
         ...

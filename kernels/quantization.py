@@ -143,29 +143,3 @@ def check_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
         raise ValueError(
             f"groups of {shapes} at start={start} do not fit a weight of kind {kind} and shape {weight.shape}"
         )
-
-
-# ---- the same for the CPU's packing, which still keeps float32 scales ------------------------------------------------
-
-
-def quantize_int8(rows: Array) -> tuple[Array, Array]:
-    """Codes and scales as float32."""
-    groups = quantize(rows, "int8")
-    return groups.codes, groups.scales.astype(np.float32)
-
-
-def quantize_int4(rows: Array) -> tuple[Array, Array, Array]:
-    """Codes, scales and minima as float32."""
-    groups = quantize(rows, "int4")
-    assert groups.minima is not None
-    return groups.codes, groups.scales.astype(np.float32), groups.minima.astype(np.float32)
-
-
-def dequantize_int8(codes: Array, scale: Array) -> Array:
-    """float32 from the result of :func:`quantize_int8`."""
-    return codes.astype(np.float32) * scale[..., None]
-
-
-def dequantize_int4(codes: Array, scale: Array, minimum: Array) -> Array:
-    """float32 from the result of :func:`quantize_int4`."""
-    return codes.astype(np.float32) * scale[..., None] + minimum[..., None]

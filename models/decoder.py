@@ -83,19 +83,22 @@ class Layer:
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Any], index: int) -> None:
         prefix = f"layers.{index}."
+        self.is_first = index == 0
         self.eps = config.norm_eps
         self.input_norm, self.post_norm = params[prefix + "input_norm"], params[prefix + "post_norm"]
         self.attention = Attention(config, params, prefix, config.windows[index])
         self.mlp = GatedMLP(config, params, prefix)
 
     def __call__(self, ops: Any, buffers: Buffers, batch: Batch, pages: Pages) -> None:
+        """Leaves the last addition to whoever comes next: h is ``buffers.hidden`` + ``buffers.normed`` then."""
         h, x = buffers.hidden, buffers.normed
-        ops.rms_norm(x, h, self.input_norm, self.eps)
+        if self.is_first:
+            ops.rms_norm(x, h, self.input_norm, self.eps)
+        else:
+            ops.add_rms_norm(x, h, x, self.input_norm, self.eps)
         self.attention(ops, x, x, buffers, batch, pages)
-        ops.add(h, h, x)
-        ops.rms_norm(x, h, self.post_norm, self.eps)
+        ops.add_rms_norm(x, h, x, self.post_norm, self.eps)
         self.mlp(ops, x, x, buffers)
-        ops.add(h, h, x)
 
 
 class Buffers:
@@ -160,35 +163,32 @@ class Decoder:
         ``num_positions``.
         """
         self.config = config
-        self.max_logit_rows = max_logit_rows
+        self.max_tokens, self.max_logit_rows = max_tokens, max_logit_rows
         self._ops = device.ops
         self._embed, self._norm = params["embed"], params["norm"]
         self._head = params.get("lm_head", params["embed"])
         self._layers = [Layer(config, params, i) for i in range(config.num_layers)]
         self._buffers = Buffers(config, device, max_tokens, num_positions)
-        self._logits = device.empty((max_logit_rows, config.vocab_size), np.float32)
+        self.logits = device.empty((max_logit_rows, config.vocab_size), np.float32)
         self._last = device.empty((max_logit_rows, config.hidden_size), np.float32)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of activations, rotary tables and logits."""
-        return self._buffers.nbytes + int(self._logits.nbytes + self._last.nbytes)
+        return self._buffers.nbytes + int(self.logits.nbytes + self._last.nbytes)
 
     def forward(self, batch: Batch, kv: KVPages) -> None:
-        """Run all layers over a batch: K and V are written into ``kv``, the hidden states kept for :meth:`logits`."""
+        """Run all layers over a batch: K and V are written into ``kv``, the hidden states kept for :meth:`compute_logits`."""
         ops, buffers = self._ops, self._buffers.rows(len(batch.token_ids))
         ops.embed(buffers.hidden, self._embed, batch.token_ids)
         for index, layer in enumerate(self._layers):
             layer(ops, buffers, batch, Pages(*kv.layer(index)))
+        ops.add(buffers.hidden, buffers.hidden, buffers.normed)
 
-    def logits(self, rows: Array) -> Array:
-        """Logits [n, V] float32 of the tokens ``rows`` [n] int32 of the last batch, n <= max_logit_rows.
-
-        The result is a view of a buffer that the next call writes again.
-        """
+    def compute_logits(self, rows: Array) -> None:
+        """Compute the logits of the tokens ``rows`` [n] int32 of the last batch, n <= max_logit_rows, to ``logits[:n]``."""
         ops, count = self._ops, len(rows)
-        last, logits = self._last[:count], self._logits[:count]
+        last = self._last[:count]
         ops.gather_rows(last, self._buffers.hidden, rows)
         ops.rms_norm(last, last, self._norm, self.config.norm_eps)
-        ops.linear(logits, last, self._head, None)
-        return logits
+        ops.linear(self.logits[:count], last, self._head, None)

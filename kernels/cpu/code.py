@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +36,9 @@ def machine_code(kernel: Kernel) -> int:
     """The address of a kernel's code, which is compiled unless it is in the folder."""
     with _lock:
         path = cache_folder() / f"{kernel.source.replace(':', '.')}-{_digest(kernel.signature)}.o"
-        try:
+        with suppress(OSError, RuntimeError):  # it is not there, or was cut short by a full disk
             return _load(path.read_bytes())
-        except (OSError, RuntimeError):  # not there, or cut short by a full disk
-            return _load(_compile(kernel, path))
+        return _load(_compile(kernel, path))
 
 
 def cache_folder() -> Path:

@@ -8,7 +8,7 @@ from .attention import paged_attention
 from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
-from .norm import layer_norm, rms_norm
+from .norm import add_rms_norm, layer_norm, rms_norm
 from .rope import rope, rope_and_cache
 from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
@@ -21,6 +21,7 @@ __all__ = [
     "KEY_AXES",
     "VALUE_AXES",
     "add",
+    "add_rms_norm",
     "copy_blocks",
     "embed",
     "empty_weight",

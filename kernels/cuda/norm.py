@@ -53,6 +53,18 @@ def rms_norm_kernel(out: Array, x: Array, weight: Array, eps: Any) -> None:
 
 
 @kernel
+def add_rms_norm_kernel(out: Array, h: Array, x: Array, weight: Array, eps: Any) -> None:
+    row, size = cuda.blockIdx.x, x.shape[1]
+    squares = float32(0)
+    for i in range(cuda.threadIdx.x, size, THREADS):
+        h[row, i] += x[row, i]  # each element has one thread, so what it adds it may read again
+        squares += h[row, i] * h[row, i]
+    inverse = float32(1) / math.sqrt(block_sum(squares) / float32(size) + eps)
+    for i in range(cuda.threadIdx.x, size, THREADS):
+        out[row, i] = h[row, i] * inverse * weight[i]
+
+
+@kernel
 def layer_norm_kernel(out: Array, x: Array, weight: Array, bias: Array, eps: Any) -> None:
     row, size = cuda.blockIdx.x, x.shape[1]
     total = float32(0)
@@ -70,6 +82,11 @@ def layer_norm_kernel(out: Array, x: Array, weight: Array, bias: Array, eps: Any
 def rms_norm(out: Array, x: Array, weight: Array, eps: float) -> None:
     """See :meth:`kernels.ops.Ops.rms_norm`."""
     launch(rms_norm_kernel, (x.shape[0],), THREADS, out, x, weight, np.float32(eps))
+
+
+def add_rms_norm(out: Array, h: Array, x: Array, weight: Array, eps: float) -> None:
+    """See :meth:`kernels.ops.Ops.add_rms_norm`."""
+    launch(add_rms_norm_kernel, (x.shape[0],), THREADS, out, h, x, weight, np.float32(eps))
 
 
 def layer_norm(out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:

@@ -13,6 +13,12 @@ def rms_norm(out: Array, x: Array, weight: Array, eps: float) -> None:
     out[:] = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps) * weight
 
 
+def add_rms_norm(out: Array, h: Array, x: Array, weight: Array, eps: float) -> None:
+    """h += x, and then out = rms_norm(h)."""
+    h += x
+    rms_norm(out, h, weight, eps)
+
+
 def layer_norm(out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
     """Layer norm (Ba et al. 2016): out = (x - mean) / sqrt(var + eps) * weight + bias."""
     wide = x.astype(np.float64)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ..cache import BlockManager, Group
 from ..config import EngineConfig
 from ..device import Device, open_device
+from ..device.cpu import physical_cores
 from ..device.kv_cache import KVCache, KVShape, plan_num_blocks
 from ..errors import InvalidArgumentError, ModelLoadError
-from ..kernels.ops import MAX_HEAD_DIM
+from ..kernels.ops import MAX_HEAD_DIM, PackedWeight
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.fields import read_token_ids
@@ -21,6 +24,7 @@ from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.fingerprint import fingerprint
 from ..weights.hub import resolve_model
+from ..weights.kinds import weight_kinds
 from ..weights.loader import load_parameters
 from . import debug
 from .engine import Engine
@@ -42,7 +46,7 @@ class ModelInfo:
 
     path: str
     config: ModelConfig
-    dtype: str
+    weight_kinds: dict[str, int]  #: bytes of the weights by their kind, most first
     kv_shape: KVShape
     max_model_len: int
     weight_bytes: int
@@ -78,12 +82,11 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         )
     tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
-    dtype, kv_dtype = dtypes(model_config, config)
-    params = load_parameters(
-        parameters(model_config), checkpoint.source, config.quantization or dtype, device, embed_kind=dtype
-    )
+    plan = parameters(model_config)
+    kinds = weight_kinds(plan, checkpoint.source, model_config.dtype, config.dtype, config.quantization)
+    params = load_parameters(plan, checkpoint.source, kinds, device, config.num_threads or physical_cores())
     num_speculative_tokens = config.num_speculative_tokens if config.speculative is not None else 0
-    weight_bytes = sum(int(value.nbytes) for value in params.values())
+    weight_bytes = bytes_by_kind(params.values())
     decoder = Decoder(
         model_config,
         params,
@@ -92,14 +95,14 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         max_logit_rows=min(max(config.max_num_seqs, 1 + num_speculative_tokens), config.max_num_batched_tokens),
         num_positions=max_model_len,
     )
-    kv, blocks, message = _make_cache(model_config, config, device, kv_dtype, weight_bytes, max_model_len)
+    kv, blocks, message = _make_cache(model_config, config, device, sum(weight_bytes.values()), max_model_len)
     info = ModelInfo(
         path=checkpoint.path,
         config=model_config,
-        dtype=dtype,
+        weight_kinds=weight_bytes,
         kv_shape=kv.shape,
         max_model_len=max_model_len,
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(weight_bytes.values()),
         kv_cache_bytes=kv.nbytes,
         buffer_bytes=decoder.buffer_bytes,
         memory_message=message,
@@ -128,7 +131,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     )
     new_engine = debug.CheckedEngine if debug.is_enabled() else Engine
     engine = new_engine(
-        Runner(device, decoder, kv, cost),
+        Runner(device, decoder, kv, cost, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len),
         scheduler,
         prompts,
         tokenizer,
@@ -141,11 +144,11 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
 
 
 def _make_cache(
-    model_config: ModelConfig, config: EngineConfig, device: Device, dtype: str, weight_bytes: int, max_model_len: int
+    model_config: ModelConfig, config: EngineConfig, device: Device, weight_bytes: int, max_model_len: int
 ) -> tuple[KVCache, BlockManager, str]:
     """The pages of all groups of layers, the accounting of their blocks, and a sentence on their size."""
     groups, layer_groups = group_layers(model_config.windows, model_config.attention_sinks)
-    shape = kv_shape(model_config, config.block_size, dtype, layer_groups.count(0))
+    shape = kv_shape(model_config, config.block_size, kv_dtype(model_config, config), layer_groups.count(0))
     num_blocks, message = plan_num_blocks(
         shape,
         free_memory=device.free_memory(),
@@ -196,10 +199,18 @@ def kv_shape(model_config: ModelConfig, block_size: int, dtype: str, num_layers:
     )
 
 
-def dtypes(model_config: ModelConfig, config: EngineConfig) -> tuple[str, str]:
-    """The dtypes of the weights and of K and V: those that were asked for, else the model's, and that of the weights."""
-    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
-    return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+def kv_dtype(model_config: ModelConfig, config: EngineConfig) -> str:
+    """The dtype of K and V: the one asked for, else that asked for the weights, else the model's."""
+    asked = (config.kv_cache_dtype, config.dtype, model_config.dtype)
+    return next(dtype for dtype in asked if dtype != "auto")
+
+
+def bytes_by_kind(parameters: Iterable[Any]) -> dict[str, int]:
+    """What parameters take by their kind, most first; vectors are float32."""
+    found: Counter[str] = Counter()
+    for parameter in parameters:
+        found[parameter.kind if isinstance(parameter, PackedWeight) else "float32"] += int(parameter.nbytes)
+    return dict(found.most_common())
 
 
 def eos_token_ids(checkpoint: Checkpoint, model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

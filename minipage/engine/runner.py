@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from ..cache import copy_launches
 from ..device.base import Device
 from ..device.kv_cache import KVCache
-from ..models.batch import Batch
 from ..models.decoder import Decoder
+from .batch_buffers import BatchBuffers
 from .preemption import PreemptionCost
-from .scheduler import Scheduled, Step
+from .scheduler import Step
+
+_RECORDINGS = 64  #: of the latest shapes of steps that are kept; one takes some hundred kilobytes
 
 
 class Runner:
-    """Runs steps of a model over a KV cache. Each step replaces the hidden states of the one before."""
+    """Runs steps of a model over a KV cache. Each step replaces the hidden states of the one before.
 
-    def __init__(self, device: Device, model: Decoder, kv: KVCache, cost: PreemptionCost) -> None:
+    The ops of a step are recorded when a shape, T tokens of S sequences, is met first, and then only repeated.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: Decoder,
+        kv: KVCache,
+        cost: PreemptionCost,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
         """``cost`` is told how long swaps and steps take."""
         self._device = device
         self._cost = cost
         self._model = model
         self.kv = kv
+        self._batch = BatchBuffers(
+            device,
+            max_tokens=model.max_tokens,
+            max_num_seqs=min(max_num_seqs, model.max_tokens),
+            max_model_len=max_model_len,
+            block_size=kv.shape.block_size,
+            num_groups=kv.num_groups,
+        )
+        self._rows = device.empty((model.max_logit_rows,), np.int32)
+        self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
+        self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)
 
     @property
     def max_logit_rows(self) -> int:
@@ -37,7 +64,9 @@ class Runner:
             start = time.perf_counter()
             for launch in copy_launches(step.copies):
                 self.kv.copy(launch)
-            self._model.forward(self._batch(step.scheduled), self.kv)
+            num_tokens, num_seqs = self._batch.fill(step.scheduled)
+            self.kv.expect_writes(self._batch.slots(num_tokens))
+            self._forward(num_tokens, num_seqs)()
             self._cost.computed(step.num_tokens, time.perf_counter() - start)
 
     def _swap(self, step: Step) -> None:
@@ -55,43 +84,14 @@ class Runner:
         Valid until the next call.
         """
         with self._device.compute():
-            return self._device.host(self._model.logits(self._device.array(np.array(rows, dtype=np.int32))))
+            self._rows[: len(rows)] = self._device.array(np.array(rows, dtype=np.int32))
+            self._logits(len(rows))()
+            return self._device.host(self._model.logits[: len(rows)])
 
-    def _batch(self, scheduled: list[Scheduled]) -> Batch:
-        """T tokens of S sequences; sequence s owns the tokens query_start[s] .. query_start[s+1].
+    def _record_forward(self, num_tokens: int, num_seqs: int) -> Callable[[], None]:
+        batch = self._batch.batch(num_tokens, num_seqs)
+        return self._device.record(lambda: self._model.forward(batch, self.kv))
 
-        The slot of position p is table[p // block_size] * block_size + p % block_size.
-        """
-        size = self.kv.shape.block_size
-        counts = np.array([item.num_tokens for item in scheduled])
-        starts = np.array([item.sequence.num_computed for item in scheduled])
-        token_ids: list[int] = []
-        for item in scheduled:
-            token_ids += item.token_ids
-        query_start = np.concatenate([[0], np.cumsum(counts)])
-        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
-        sequences = np.repeat(np.arange(len(scheduled)), counts)
-        tables = [
-            self._block_tables([item.sequence.tables.tables[group].blocks for item in scheduled])
-            for group in range(self.kv.num_groups)
-        ]
-        blocks = [table[sequences, positions // size].astype(np.int64) for table in tables]
-        slots = [block * size + positions % size for block in blocks]
-        self.kv.expect_writes(slots)
-        array = self._device.array
-        return Batch(
-            token_ids=array(np.array(token_ids, dtype=np.int32)),
-            positions=array(positions.astype(np.int32)),
-            query_start=array(query_start.astype(np.int32)),
-            context_lens=array((starts + counts).astype(np.int32)),
-            slots=tuple(map(array, slots)),
-            block_tables=tuple(array(table) for table in tables),
-        )
-
-    @staticmethod
-    def _block_tables(tables: list[list[int]]) -> np.ndarray:
-        """Block tables side by side, [S, longest] int32, padded with -1."""
-        padded = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
-        for row, blocks in zip(padded, tables, strict=True):
-            row[: len(blocks)] = blocks
-        return padded
+    def _record_logits(self, num_rows: int) -> Callable[[], None]:
+        rows = self._rows[:num_rows]
+        return self._device.record(lambda: self._model.compute_logits(rows))

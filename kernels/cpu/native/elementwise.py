@@ -58,4 +58,5 @@ def gather_rows(out: Array, x: Array, rows: Array, share: Share) -> None:
     """out [n, H] = x[rows]."""
     first, last = part(len(rows), share)
     for i in range(first, last):
-        out[i] = x[rows[i]]
+        for j in range(x.shape[1]):
+            out[i, j] = x[rows[i], j]

@@ -11,9 +11,10 @@ def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: i
     """out = x rotated to the position min(positions, last)."""
     begin, end = part(len(x), share)
     for t in range(begin, end):
-        out[t] = x[t]
         position = min(positions[t], last)
         for head in range(x.shape[1]):
+            for i in range(x.shape[2]):
+                out[t, head, i] = x[t, head, i]
             _rotate(out[t, head], cos[position], sin[position])
 
 

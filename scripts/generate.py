@@ -111,6 +111,7 @@ def report(run: Measurements, llm: LLM, loading: float) -> str:
         "time per output token": f"{mean(gaps) * 1e3:.1f} ms on average" if gaps else "-",
         "KV blocks": f"{run.peak_blocks:,} used at the peak of {stats.num_blocks:,}, {size} tokens each",
         "preemptions": f"{stats.preemptions:,}",
+        "guesses": f"{stats.draft_tokens:,} tokens, {stats.accepted_tokens:,} of them right",
     }
     return "\n".join(f"{name:<23}{value}" for name, value in lines.items())
 

@@ -82,3 +82,19 @@ def test_json_is_all_of_standard_output(run: Run) -> None:
         "rank": 1,
         "decoded_token": "n",
     }
+
+
+def test_speculation_shows_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--speculative ngram and how many tokens it guesses get to the engine, and change nothing of what is printed."""
+    plain = run("generate", "xyxyxy~", "--max-tokens", "30")
+    options: list[tuple[Any, Any]] = []
+    init = LLM.__init__
+
+    def listen(llm: LLM, model: Any, **keywords: Any) -> None:
+        options.append((keywords["speculative"], keywords["num_speculative_tokens"]))
+        init(llm, model, **keywords)
+
+    monkeypatch.setattr(LLM, "__init__", listen)
+    speculative = ("--speculative", "ngram", "--num-speculative-tokens", "3")
+    assert run("generate", "xyxyxy~", "--max-tokens", "30", *speculative) == plain
+    assert options == [("ngram", 3)]

@@ -67,10 +67,11 @@ Params = SamplingParams | BeamSearchParams
 
 
 def make_prompts() -> list[list[int]]:
-    """Prompts of 1 to 14 tokens; most begin like others."""
+    """Prompts of 1 to 14 tokens; most begin like others, some repeat themselves."""
     rng = np.random.default_rng(0)
     stems = [[int(t) for t in rng.integers(0, VOCAB, 14)] for _ in range(2)]
-    return [stem[:n] for stem in stems for n in (1, 3, 4, 6, 9)] + [stems[0][:6] + stems[1][:3], stems[0]]
+    prompts = [stem[:n] for stem in stems for n in (1, 3, 4, 6, 9)] + [stems[0][:6] + stems[1][:3], stems[0]]
+    return [*prompts, stems[0][:3] * 3, stems[1][:1] * 6]
 
 
 PROMPTS = make_prompts()
@@ -189,6 +190,7 @@ class Schedules(RuleBasedStateMachine):
         host_blocks=st.sampled_from(HOST_BLOCKS),
         max_num_seqs=st.sampled_from([4, 5, 8]),
         budget=st.sampled_from([64, 5, 2]),
+        guesses=st.sampled_from([0, 1, 3, 8]),
         crowd=st.lists(ARRIVAL, min_size=2, max_size=5),
     )
     def open(
@@ -198,6 +200,7 @@ class Schedules(RuleBasedStateMachine):
         host_blocks: int,
         max_num_seqs: int,
         budget: int,
+        guesses: int,
         crowd: list[Arrival],
     ) -> None:
         mode, kind, caching = self.combination
@@ -209,6 +212,8 @@ class Schedules(RuleBasedStateMachine):
             num_blocks=data.draw(KINDS[kind].num_blocks),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            speculative="ngram" if guesses else None,
+            num_speculative_tokens=guesses or 8,
             enable_prefix_caching=caching,
             preemption_mode=mode,
             swap_space=0 if mode == "recompute" else host_blocks * block_size * 2 * 8 * 4,
@@ -295,6 +300,8 @@ class Schedules(RuleBasedStateMachine):
             self.happened["swapped"] += stats.swapped_out_blocks
             self.happened["copies"] += stats.cow_copies
             self.happened["hits"] += stats.prefix_cache_hit_tokens
+            self.happened["accepted guesses"] += stats.accepted_tokens
+            self.happened["wrong guesses"] += stats.draft_tokens - stats.accepted_tokens
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +315,8 @@ def happened() -> Iterator[dict[str, Counter[str]]]:
             assert counts["preemptions"] > 50
             assert counts["hits"] > 50
             assert counts["copies"] > 50
+            assert counts["accepted guesses"] > 50
+            assert counts["wrong guesses"] > 50
             assert mode == "auto" or (counts["swapped"] > 50) == (mode == "swap")
 
 

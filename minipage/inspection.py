@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .config import EngineConfig
+from .config import QUANTIZATIONS, EngineConfig
 from .device import open_device
 from .device.kv_cache import KVShape
-from .engine.loading import dtypes, group_layers, kv_shape, with_windows
+from .engine.loading import bytes_by_kind, group_layers, kv_dtype, kv_shape, with_windows
 from .errors import InvalidArgumentError
 from .kernels.dtypes import STORAGE
-from .kernels.ops import WEIGHT_KINDS, Ops
+from .kernels.ops import Ops
 from .models import ModelConfig, Plan, parameters
 from .weights.checkpoint import open_checkpoint
 from .weights.hub import resolve_model
+from .weights.kinds import weight_kinds
 from .weights.loader import check
+from .weights.source import TensorSource
 
 #: Mean lengths, in tokens, of prompt and output in ShareGPT conversations (PagedAttention, section 6.1).
 SHAREGPT_MEAN_LENGTHS = (161, 338)
@@ -53,7 +56,10 @@ class ModelReport:
     num_parameters: int
     file_bytes: int  #: of the files that hold its tensors
     file_dtypes: dict[str, int]  #: number of parameters by dtype, as the files call it, most first
-    weight_bytes: dict[str, int]  #: what the loaded weights take, by the kind of the linear layers
+    weight_kinds: dict[str, int]  #: what the loaded weights take, by their kind, most first
+    weight_bytes: dict[
+        str, int
+    ]  #: what they would take in all with each ``dtype`` or ``quantization`` that can be asked for
     kv_shape: KVShape  #: of what a block holds: a token's K and V in one group of layers that see alike
     windows: tuple[int, ...]  #: the window of each group of layers; 0: they see all tokens
 
@@ -114,10 +120,10 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
         file_dtypes: Counter[str] = Counter()
         for spec in specs:
             file_dtypes[source.dtype(spec.name)] += math.prod(spec.shape)
+        loaded, sizes = loaded_bytes(plan, source, config, options)
         files = {source.file(spec.name) for spec in specs}
     finally:
         checkpoint.close()
-    dtype, kv_dtype = dtypes(config, options)
     groups, layer_groups = group_layers(config.windows)
     return ModelReport(
         path=checkpoint.path,
@@ -125,34 +131,39 @@ def inspect_model(model: str | None = None, **engine_keywords: Any) -> ModelRepo
         num_parameters=file_dtypes.total(),
         file_bytes=sum(map(os.path.getsize, files)),
         file_dtypes=dict(file_dtypes.most_common()),
-        weight_bytes=loaded_bytes(plan, dtype, options),
-        kv_shape=kv_shape(config, options.block_size, kv_dtype, layer_groups.count(0)),
+        weight_kinds=loaded,
+        weight_bytes=sizes,
+        kv_shape=kv_shape(config, options.block_size, kv_dtype(config, options), layer_groups.count(0)),
         windows=tuple(group.window for group in groups),
     )
 
 
-def loaded_bytes(plan: Plan, dtype: str, options: EngineConfig) -> dict[str, int]:
-    """What the parameters take on a device, by the kind of the linear layers; quantised ones keep the embedding in ``dtype``."""
+def loaded_bytes(
+    plan: Plan, source: TensorSource, config: ModelConfig, options: EngineConfig
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What the parameters take on a device, by kind as ``options`` load them; and in all by what else could be asked for."""
     device = open_device(options.device, options.num_threads)
+
+    def by_kind(dtype: str, quantization: str | None) -> dict[str, int]:
+        kinds = weight_kinds(plan, source, config.dtype, dtype, quantization)
+        return bytes_by_kind(parameter_shapes(plan, device.ops, kinds))
+
+    choices = [(dtype, None) for dtype in STORAGE] + [("auto", quantization) for quantization in QUANTIZATIONS[1:]]
     try:
-        return {
-            kind: parameter_bytes(plan, device.ops, kind, kind if kind in STORAGE else dtype) for kind in WEIGHT_KINDS
-        }
+        sizes = {quantization or dtype: sum(by_kind(dtype, quantization).values()) for dtype, quantization in choices}
+        return by_kind(options.dtype, options.quantization), sizes
     finally:
         device.close()
 
 
-def parameter_bytes(plan: Plan, ops: Ops, kind: str, embed_kind: str) -> int:
-    """Bytes of all parameters in the layout of ``ops``, padding included."""
-    total = 0
+def parameter_shapes(plan: Plan, ops: Ops, kinds: dict[str, str]) -> Iterator[Any]:
+    """All parameters in the layout of ``ops``, padding included, without memory."""
     for parameter in plan.parameters:
         rows = sum(spec.shape[0] for spec in parameter.tensors)
         if parameter.role == "vector":
-            total += rows * np.dtype(np.float32).itemsize
+            yield _Shapes.empty((rows,), np.float32)
         else:
-            shape = (rows, parameter.tensors[0].shape[1])
-            total += ops.empty_weight(shape, embed_kind if parameter.name == "embed" else kind, _Shapes).nbytes
-    return total
+            yield ops.empty_weight((rows, parameter.tensors[0].shape[1]), kinds[parameter.name], _Shapes)
 
 
 class _Shapes:

@@ -75,7 +75,9 @@ def rows(report: ModelReport, capacities: list[Capacity]) -> Iterator[tuple[str,
     yield "parameters", f"{report.num_parameters:,}"
     share = ", ".join(f"{count / report.num_parameters:.2%} {dtype}" for dtype, count in report.file_dtypes.items())
     yield "weights in the file", f"{size(report.file_bytes)}: {share}"
-    yield "weights loaded", ", ".join(f"{kind} {size(count)}" for kind, count in report.weight_bytes.items())
+    loaded = ", ".join(f"{kind} {size(count)}" for kind, count in report.weight_kinds.items())
+    yield "weights loaded", f"{size(sum(report.weight_kinds.values()))}: {loaded}"
+    yield "if asked for", ", ".join(f"{choice} {size(count)}" for choice, count in report.weight_bytes.items())
     yield (
         "KV of a token",
         f"{report.kv_bytes_per_token:,} bytes in {kv.dtype}; of a block of {kv.block_size} tokens {kv.bytes_per_block:,}",

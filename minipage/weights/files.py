@@ -56,14 +56,17 @@ class DataFile:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """``count`` elements of ``dtype`` from byte ``offset`` on."""
-        self._file.seek(offset)
-        array = np.fromfile(self._file, dtype, count)
-        if len(array) < count:
-            raise ModelLoadError(
-                f"{self.path}: found {array.nbytes} bytes at offset {offset}, wanted {count * array.itemsize}; "
-                "the file became shorter while it was read"
-            )
+        """``count`` elements of ``dtype`` from byte ``offset`` on. Several threads may read at once."""
+        array = np.empty(count, dtype)
+        free = array.view(np.uint8).data
+        while len(free):
+            taken = os.preadv(self._file.fileno(), [free], offset)
+            if not taken:
+                raise ModelLoadError(
+                    f"{self.path}: found {array.nbytes - len(free)} bytes at offset {offset - array.nbytes + len(free)}, "
+                    f"wanted {array.nbytes}; the file became shorter while it was read"
+                )
+            free, offset = free[taken:], offset + taken
         return array
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Tensors of a GGUF file of architecture llama, under their Hugging Face names, dequantised by the gguf package."""
+"""Tensors of a GGUF file of architecture llama, under their Hugging Face names."""
 
 from __future__ import annotations
 
-import math
 import re
 from functools import cache
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
 
 from ..errors import ModelLoadError
 from ..kernels.dtypes import to_float32
+from ..kernels.ops import Groups
 from ..models.fields import refuse
 from .files import DataFile
+from .gguf_blocks import Bytes, dequantized, groups_of, kind_of
 from .gguf_config import translate_config, translate_generation_config
 from .gguf_header import Header, TensorInfo, read_header, row_bytes
 from .source import Array
@@ -37,9 +38,6 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-#: Types that are stored as one of the loader's float formats; all others are dequantised to float32.
-PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def open_gguf(path: Path) -> GGUFSource:
@@ -72,7 +70,9 @@ class GGUFSource:
             return None
         if info.type.name not in self.readable:
             raise refuse(f"the dtype of tensor {ROPE_FACTORS}", info.type.name, ", ".join(self.readable))
-        factors: list[float] = to_float32(self._rows(info, 0, info.shape[0])).tolist()
+        if len(info.shape) != 1:
+            raise refuse(f"the shape of tensor {ROPE_FACTORS}", list(info.shape), "one dimension")
+        factors: list[float] = to_float32(self._vector(info)).tolist()
         return factors
 
     def names(self) -> list[str]:
@@ -84,40 +84,59 @@ class GGUFSource:
     def dtype(self, name: str) -> str:
         return str(self._tensors[name].type.name)
 
+    def kind(self, name: str) -> str:
+        return kind_of(self._tensors[name].type)
+
     def file(self, name: str) -> str:
         return self.path
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
         info = self._tensors[name]
-        start, stop, _ = slice(start, stop).indices(info.shape[0])
-        if not re.search(r"\.self_attn\.[qk]_proj\.", name):
-            return self._rows(info, start, stop)
-        # llama.cpp rotates neighbours, and files have q and k rows in that order, head by head: read whole heads, reorder
-        dim, share = self.config["head_dim"], self.config["rope_parameters"]["partial_rotary_factor"]
-        first, last = start // dim, -(-stop // dim)
-        order = np.arange(last - first)[:, None] * dim + half_rotated_order(dim, round(dim * share))
-        heads = self._rows(info, first * dim, last * dim)
-        rows: Array = np.take(heads, order.reshape(-1)[start - first * dim : stop - first * dim], axis=0)
-        return rows
-
-    def _rows(self, info: TensorInfo, start: int, stop: int) -> Array:
-        """Rows of a tensor in the file's order. A vector is quantised as one row, so it is read whole and cut."""
         if len(info.shape) == 1:
-            vector: Array = self._rows(info._replace(shape=(1, *info.shape)), 0, 1)[0, start:stop]
-            return vector
-        inner = math.prod(info.shape[1:-1])
+            return self._in_order(name, self._vector(info))[start:stop]
+        return dequantized(self._stored(name, start, stop), info.type)
+
+    def read_groups(self, name: str, start: int = 0, stop: int | None = None) -> Groups:
+        try:
+            return groups_of(self._stored(name, start, stop), self._tensors[name].type)
+        except ValueError as error:
+            raise ModelLoadError(f"{self.path}: tensor {name}: {error}") from error
+
+    def _stored(self, name: str, start: int, stop: int | None) -> Bytes:
+        """Rows start..stop of a matrix as the file's bytes [rows, bytes], in the order of Hugging Face."""
+        info = self._tensors[name]
+        start, stop, _ = slice(start, stop).indices(info.shape[0])
+        first, last = start, stop
+        if self._is_rotated(name):  # whole heads
+            dim = self.config["head_dim"]
+            first, last = start // dim * dim, -(-stop // dim) * dim
         size = row_bytes(info)
-        stored = self._data.read(info.offset + start * inner * size, (stop - start) * inner * size, np.uint8)
-        return dequantized(stored.reshape(-1, size), info.type).reshape(stop - start, *info.shape[1:])
+        stored = self._data.read(info.offset + first * size, (last - first) * size, np.uint8).reshape(-1, size)
+        return self._in_order(name, stored)[start - first : stop - first]
+
+    def _vector(self, info: TensorInfo) -> Array:
+        """A vector, in the file's order; it may be quantised as one row."""
+        stored = self._data.read(info.offset, row_bytes(info), np.uint8)
+        vector: Array = dequantized(stored.reshape(1, -1), info.type)[0]
+        return vector
+
+    @staticmethod
+    def _is_rotated(name: str) -> bool:
+        """Whether the rows of a tensor are dims that rope rotates."""
+        return re.search(r"\.self_attn\.[qk]_proj\.", name) is not None
+
+    def _in_order(self, name: str, rows: Array) -> Array:
+        """Rows of whole heads in the order of Hugging Face: llama.cpp rotates neighbours, and files have the rows of q and k
+        in that order, head by head."""
+        if not self._is_rotated(name):
+            return rows
+        dim, share = self.config["head_dim"], self.config["rope_parameters"]["partial_rotary_factor"]
+        heads = np.arange(0, len(rows), dim)[:, None]
+        ordered: Array = np.take(rows, (heads + half_rotated_order(dim, round(dim * share))).reshape(-1), axis=0)
+        return ordered
 
     def close(self) -> None:
         self._data.close()
-
-
-def dequantized(stored: npt.NDArray[np.uint8], type: GGMLQuantizationType) -> Array:
-    """Rows of bytes as rows of numbers: bit for bit for the float types, else float32."""
-    values: Array = stored.view(PLAIN[type.name]) if type.name in PLAIN else gguf.dequantize(stored, type)
-    return values
 
 
 @cache

@@ -56,8 +56,8 @@ ADDED_TYPES = (3, 4)  #: tokenizer.ggml.token_type of control and user-defined t
 def translate_config(header: Header, freq_factors: list[float] | None) -> dict[str, Any]:
     """The ``config.json`` of a llama file; ``freq_factors`` are the values of ``rope_freqs.weight``, if it has one.
 
-    ``dtype`` is that of the matrices where all are float16 or all bfloat16; else float32, which holds whatever they are
-    dequantised to.
+    ``dtype`` is that of K and V where nobody says otherwise: float32 where a matrix is, else bfloat16 where one is, else
+    float16, which is what llama.cpp gives models whose weights are quantised.
     """
     metadata, tensors = header.metadata, header.tensors
     check_supported(metadata)
@@ -136,9 +136,9 @@ def vocabulary_size(header: Header) -> int:
 
 
 def matrix_dtype(header: Header) -> str:
-    """The float type of the matrices if they all have one of the 16-bit types, else float32."""
+    """The widest of the float types of the matrices, and float16 where all are quantised."""
     types = {info.type.name for info in header.tensors.values() if len(info.shape) > 1}
-    return {"F16": "float16", "BF16": "bfloat16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"
+    return "float32" if "F32" in types else "bfloat16" if "BF16" in types else "float16"
 
 
 # ---- rope ----------------------------------------------------------------------------------------------------------

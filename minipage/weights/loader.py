@@ -1,12 +1,13 @@
 """Tensors to parameters: every name, shape and dtype is checked first, then weights are streamed a few megabytes at a time,
-so that loading needs little more memory than the loaded model."""
+by several threads, so that loading needs little more memory than the loaded model."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,13 @@ import numpy.typing as npt
 from ..errors import ModelLoadError
 from ..kernels.dtypes import to_float32
 from ..kernels.ops import Ops, PackedWeight
+from ..kernels.quantization import GROUP_KINDS
 from ..models import Parameter, Plan, TensorSpec
 from .source import TensorSource
 
 CHUNK_BYTES = 2 << 20  #: of float32 rows, read and packed at once; conversions take a few times that
+ROW_MULTIPLE = 64  #: rows of a weight at whose multiples chunks begin: no two threads write to one panel of a layout
+MAX_THREADS = 8  #: that load at once; reading is what limits more, and each takes memory for a chunk
 NAMES_SHOWN = 5
 
 
@@ -33,23 +37,41 @@ class Device(Protocol):
     def array(self, host: npt.NDArray[Any]) -> Any: ...
 
 
-def load_parameters(
-    plan: Plan, source: TensorSource, kind: str, device: Device, embed_kind: str | None = None
-) -> dict[str, Any]:
-    """All parameters of ``plan`` by name: PackedWeight of ``kind`` for linear roles, float32 device arrays for vectors.
+class Piece(NamedTuple):
+    """Rows start..stop of a tensor, which become rows ``first``.. of ``weight``."""
 
-    ``embed_kind`` is the kind of the embedding (and of the output head that is tied to it), where that differs.
-    Raises ModelLoadError, before anything is allocated, where tensors are missing, unknown, misshapen or of a dtype
-    that cannot be read; and where a value does not fit a float16 weight.
+    tensor: str
+    start: int
+    stop: int
+    weight: PackedWeight
+    first: int
+
+
+def load_parameters(
+    plan: Plan, source: TensorSource, kinds: Mapping[str, str], device: Device, num_threads: int = 1
+) -> dict[str, Any]:
+    """All parameters of ``plan`` by name: a PackedWeight for linear roles, float32 device arrays for vectors.
+
+    ``kinds`` has the kind of each weight, by the parameter's name. Raises ModelLoadError, before anything is allocated,
+    where tensors are missing, unknown, misshapen or of a dtype that cannot be read; and where a value does not fit its kind.
     """
     check(plan, source)
     loaded: dict[str, Any] = {}
+    chunks: list[list[Piece]] = []
     for parameter in plan.parameters:
         if parameter.role == "vector":
             loaded[parameter.name] = load_vector(parameter, source, device)
         else:
-            own_kind = embed_kind or kind if parameter.name == "embed" else kind
-            loaded[parameter.name] = load_linear(parameter, source, own_kind, device)
+            shape = (sum(spec.shape[0] for spec in parameter.tensors), parameter.tensors[0].shape[1])
+            weight = device.ops.empty_weight(shape, kinds[parameter.name], device.xp)
+            loaded[parameter.name] = weight
+            chunks += chunks_of(parameter, weight)
+    threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), thread_name_prefix="minipage-load")
+    try:
+        for _ in threads.map(lambda chunk: load_chunk(chunk, source, device.ops), chunks):
+            pass
+    finally:
+        threads.shutdown(cancel_futures=True)
     return loaded
 
 
@@ -58,21 +80,31 @@ def load_vector(parameter: Parameter, source: TensorSource, device: Device) -> A
     return device.array(np.concatenate([to_float32(source.read(spec.name)) for spec in parameter.tensors]))
 
 
-def load_linear(parameter: Parameter, source: TensorSource, kind: str, device: Device) -> PackedWeight:
-    """The stacked tensors packed row by row; no more than one chunk of rows is in memory beside the weight."""
-    columns = parameter.tensors[0].shape[1]
-    rows_at_once = max(1, CHUNK_BYTES // (4 * columns))
-    weight = device.ops.empty_weight((sum(spec.shape[0] for spec in parameter.tensors), columns), kind, device.xp)
-    first = 0
-    for spec in parameter.tensors:
-        for start in range(0, spec.shape[0], rows_at_once):
-            rows = source.read(spec.name, start, min(start + rows_at_once, spec.shape[0]))
-            try:
-                device.ops.pack_rows(weight, first + start, rows)
-            except ValueError as error:
-                raise ModelLoadError(f"{source.file(spec.name)}: tensor {spec.name}: {error}") from error
-        first += spec.shape[0]
-    return weight
+def chunks_of(parameter: Parameter, weight: PackedWeight) -> Iterator[list[Piece]]:
+    """The rows of a weight in chunks for one thread each, and of every chunk the pieces of tensors that are stacked there."""
+    num_rows, columns = weight.shape
+    rows_at_once = max(1, CHUNK_BYTES // (4 * columns * ROW_MULTIPLE)) * ROW_MULTIPLE
+    for start in range(0, num_rows, rows_at_once):
+        pieces, first = [], 0
+        for spec in parameter.tensors:
+            low, high = max(start, first), min(start + rows_at_once, first + spec.shape[0])
+            if low < high:
+                pieces.append(Piece(spec.name, low - first, high - first, weight, low))
+            first += spec.shape[0]
+        yield pieces
+
+
+def load_chunk(pieces: Sequence[Piece], source: TensorSource, ops: Ops) -> None:
+    """Read and pack: rows that are quantised as the weight is stay as they are."""
+    for tensor, start, stop, weight, first in pieces:
+        if weight.kind in GROUP_KINDS and source.kind(tensor) == weight.kind:
+            ops.pack_groups(weight, first, source.read_groups(tensor, start, stop))
+            continue
+        rows = source.read(tensor, start, stop)
+        try:
+            ops.pack_rows(weight, first, rows)
+        except ValueError as error:
+            raise ModelLoadError(f"{source.file(tensor)}: tensor {tensor}: {error}") from error
 
 
 # ---- checking ------------------------------------------------------------------------------------------------------

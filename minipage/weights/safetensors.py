@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import safetensors
 
 from ..errors import ModelLoadError
+from ..kernels.ops import Groups
 from .files import DataFile, read_json, shorten
 from .source import Array
 
@@ -72,11 +73,17 @@ class SafetensorsSource:
     def dtype(self, name: str) -> str:
         return self._shards[name].entries[name].dtype
 
+    def kind(self, name: str) -> None:
+        """The config says in which dtype a folder's weights are meant to be."""
+
     def file(self, name: str) -> str:
         return str(self._shards[name].data.path)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
         return self._shards[name].read(name, start, stop)
+
+    def read_groups(self, name: str, start: int = 0, stop: int | None = None) -> Groups:
+        raise ModelLoadError(f"{self.file(name)}: tensor {name} has dtype {self.dtype(name)}, which is not quantised")
 
     def close(self) -> None:
         for shard in self._shards.values():

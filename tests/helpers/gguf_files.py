@@ -78,12 +78,13 @@ def write_gguf(
     tensors: Mapping[str, npt.NDArray[Any]],
     *,
     matrix_type: str = "F32",
+    types: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
     freq_factors: npt.ArrayLike | None = None,
     architecture: str = "llama",
 ) -> Path:
-    """Write Hugging Face ``tensors`` as a GGUF file: matrices in ``matrix_type``, vectors in F32, int8 arrays as they
-    are. ``metadata`` adds keys or changes them; None as a value leaves a key out."""
+    """Write Hugging Face ``tensors`` as a GGUF file: vectors in F32, int8 arrays as they are, matrices in ``matrix_type`` or
+    in what ``types`` has for their name. ``metadata`` adds keys or changes them; None as a value leaves a key out."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**metadata_of(config), **(metadata or {})}.items():
         if value is not None:
@@ -93,7 +94,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         ordered = neighbours_from_halves(tensor, config[heads]) if heads else tensor
-        type = gguf.GGMLQuantizationType[matrix_type if tensor.ndim > 1 else "F32"]
+        type = gguf.GGMLQuantizationType[(types or {}).get(name, matrix_type) if tensor.ndim > 1 else "F32"]
         if tensor.dtype == np.int8:
             writer.add_tensor(gguf_name(name), ordered)
         else:

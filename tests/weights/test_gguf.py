@@ -12,16 +12,22 @@ import gguf
 import numpy as np
 import pytest
 from helpers.gguf_files import write_gguf
+from helpers.kernels import assert_same_bits
 from helpers.memory import holds, measure_peak
 from helpers.models import HISTORY_CONFIG, bfloat16_bits, history_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minipage.errors import ModelLoadError
+from minipage.kernels.quantization import dequantize, ungroup
 from minipage.models import parameters
 from minipage.weights.checkpoint import Checkpoint, open_checkpoint
 from minipage.weights.gguf import half_rotated_order, readable_types
+from minipage.weights.gguf_blocks import groups_of, kind_of
+from minipage.weights.gguf_header import read_header
 from minipage.weights.loader import check
 
-CONFIG = {**HISTORY_CONFIG, "head_dim": 16}
+CONFIG = {**HISTORY_CONFIG, "head_dim": 16, "intermediate_size": 64}
 TENSORS = history_tensors(3, CONFIG)
 SCALING = "llama.rope.scaling."
 
@@ -84,6 +90,103 @@ def test_quantised_rows_are_dequantised_alone(matrix_type: str, tmp_path: Path) 
             np.testing.assert_array_equal(rows.astype(np.float32), expected[start:stop])
 
 
+EXACT = {"Q8_0": "int8", "Q5_0": "int8", "Q4_1": "int4", "Q4_0": "int4_symmetric"}
+
+#: Of types that lose something on the way, the most that it is, as a share of the root mean square of the weights.
+LOSSES = {"Q4_K": 0.0005, "Q5_1": 0.008, "Q5_K": 0.008, "Q6_K": 0.008, "Q3_K": 0.008, "Q2_K": 0.008, "IQ4_NL": 0.008}
+
+
+def random_blocks(type: gguf.GGMLQuantizationType, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Rows of blocks of random codes, six-bit scales among them, with float16 scales of either sign up to 0.01."""
+    block, size = gguf.GGML_QUANT_SIZES[type]
+    halves = {
+        "Q8_0": (0,),
+        "Q4_0": (0,),
+        "Q5_0": (0,),
+        "Q6_K": (208,),
+        "Q3_K": (108,),
+        "Q2_K": (80, 82),
+        "IQ4_NL": (0,),
+    }
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for place in halves.get(type.name, (0, 2)):
+        scales = rng.uniform(-0.01, 0.01, blocks.shape[:2]).astype("<f2")
+        blocks[..., place : place + 2] = scales.view(np.uint8).reshape(*blocks.shape[:2], 2)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 5), groups=st.integers(1, 4), seed=st.integers(0, 2**32))
+def test_kept_types_are_kept_to_the_bit(name: str, rows: int, groups: int, seed: int) -> None:
+    """Groups of any block mean what the gguf package dequantises it to, bit for bit, with the block's own scales."""
+    type = gguf.GGMLQuantizationType[name]
+    stored = random_blocks(type, rows, groups * 32, seed)
+    found = groups_of(stored, type)
+    assert kind_of(type) == EXACT[name]
+    assert_same_bits(dequantize(found, kind_of(type)).reshape(rows, -1), gguf.dequantize(stored, type))
+    assert_same_bits(found.scales, stored.reshape(rows, groups, -1)[..., :2].copy().view("<f2")[..., 0])
+
+
+def test_codes_are_those_of_the_file() -> None:
+    """By hand, a block each: the low halves of 16 bytes are inputs 0 to 15, the high halves the others."""
+    header, codes = np.array([0.5, -2.0], "<f2").tobytes(), bytes(range(0, 256, 16)) + bytes(range(16))
+    q8_0, q4_1, q4_0 = header[:2] + codes, header + codes[:16], header[:2] + codes[16:]
+    nibbles = [list(range(16)), [0] * 16]
+    for name, block, expected in (
+        ("Q8_0", q8_0, np.frombuffer(codes, np.int8)),
+        ("Q4_1", q4_1, np.concatenate(nibbles[::-1])),
+        ("Q4_0", q4_0, np.concatenate(nibbles)),
+    ):
+        groups = groups_of(np.frombuffer(block, np.uint8).reshape(1, -1), gguf.GGMLQuantizationType[name])
+        np.testing.assert_array_equal(groups.codes[0, 0], expected)
+        assert groups.scales[0, 0] == 0.5
+        assert groups.minima is None if name != "Q4_1" else groups.minima[0, 0] == -2.0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_the_other_types_lose(name: str) -> None:
+    """Types that no weight kind has come close: Q4_K by the rounding of its scales, others by half a step of int8."""
+    type = gguf.GGMLQuantizationType[name]
+    stored = random_blocks(type, 64, 1024, 1)
+    expected = gguf.dequantize(stored, type)
+    found = dequantize(groups_of(stored, type), kind_of(type)).reshape(expected.shape)
+    assert np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)) < LOSSES[name]
+
+
+@pytest.mark.parametrize("matrix_type", ["Q8_0", "Q4_1", "Q4_0", "Q5_1"])
+def test_groups_are_read_by_rows(matrix_type: str, tmp_path: Path) -> None:
+    """A range of rows is quantised as those rows of the whole, q and k in the order of their rows as floats."""
+    source = opened(tmp_path, matrix_type=matrix_type).source
+    for name, tensor in TENSORS.items():
+        if tensor.ndim < 2:
+            assert source.kind(name) == "float32"
+            continue
+        kind = source.kind(name)
+        assert kind is not None
+        for start, stop in ((0, None), (0, 1), (3, 21), (17, 18)):
+            values = ungroup(dequantize(source.read_groups(name, start, stop), kind), tensor.shape[1])
+            if matrix_type == "Q5_1":
+                np.testing.assert_allclose(values, source.read(name, start, stop), atol=0.01)
+            else:
+                assert_same_bits(values, source.read(name, start, stop))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the infinite scale
+def test_values_that_cannot_be_quantised_again_are_refused(tmp_path: Path) -> None:
+    """A type that is quantised again, with an infinite scale in the file: the error names file and tensor."""
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, TENSORS, matrix_type="Q5_1")
+    place = read_header(path).tensors["blk.1.ffn_up.weight"].offset
+    content = bytearray(path.read_bytes())
+    content[place : place + 2] = np.array([np.inf], "<f2").tobytes()
+    path.write_bytes(content)
+    source = open_checkpoint(str(path)).source
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ModelLoadError, match=rf"model\.gguf: tensor {name}: a weight that is NaN or infinite"):
+        source.read_groups(name)
+
+
 def test_row_order_with_a_partly_rotated_head() -> None:
     """Neighbours among the first R rows become halves; the rest of a head stays where it is."""
     np.testing.assert_array_equal(half_rotated_order(8, 8), [0, 2, 4, 6, 1, 3, 5, 7])
@@ -92,8 +195,6 @@ def test_row_order_with_a_partly_rotated_head() -> None:
 
 def test_the_package_reads_the_same_metadata(tmp_path: Path) -> None:
     """Our reading of the header agrees with the gguf package's on every key and every tensor's place."""
-    from minipage.weights.gguf_header import read_header
-
     values = {
         "a.bool": True,
         "a.text": "né",
@@ -117,7 +218,7 @@ def test_config_is_that_of_the_folder(tmp_path: Path) -> None:
     """The translated config describes the model that was written, and its plan fits the file."""
     checkpoint = opened(tmp_path)
     config = checkpoint.model_config()
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (61, 32, 48)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (61, 32, 64)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
     assert (config.max_position_embeddings, config.activation, config.dtype) == (4096, "silu", "float32")
     assert config.norm_eps == pytest.approx(1e-5)
@@ -129,11 +230,19 @@ def test_config_is_that_of_the_folder(tmp_path: Path) -> None:
 def test_tied_head_dtype_and_layers_given_as_lists(tmp_path: Path) -> None:
     """No output.weight means a tied head; dtype is that of the matrices; per-layer numbers may be lists of equal ones."""
     tensors = {name: tensor for name, tensor in TENSORS.items() if name != "lm_head.weight"}
-    metadata = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [48, 48]}
+    metadata = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [64, 64]}
     path = write_gguf(tmp_path / "model.gguf", CONFIG, tensors, metadata=metadata, matrix_type="BF16")
     config = open_checkpoint(str(path)).model_config()
     assert config.tie_word_embeddings
     assert (config.dtype, config.num_kv_heads) == ("bfloat16", 2)
+
+
+@pytest.mark.parametrize(
+    ("matrix_type", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q4_0", "float16")]
+)
+def test_dtype_of_keys_and_values(matrix_type: str, dtype: str, tmp_path: Path) -> None:
+    """That of the matrices, and float16 where these are quantised."""
+    assert opened(tmp_path, matrix_type=matrix_type).model_config().dtype == dtype
 
 
 def test_vocabulary_size_is_that_of_the_tokens(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def paged_attention(
 ) -> None:
     """Causal attention of every query over its sequence's pages; see :class:`minipage.kernels.ops.Ops`."""
     team = current()
-    heads, head_dim, kv_heads, block_size = *q.shape[1:], *value_cache.shape[1:3]
+    (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, value_cache.shape
     group = heads // kv_heads
     rows, threads = run_length(group) * group, team.num_threads
     queries, scores, sums, softmax, seen, partial = team.scratch(

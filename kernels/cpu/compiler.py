@@ -15,7 +15,7 @@ from .code import ENTRY
 from .native.share import OPTIONS
 
 _WORD = ir.IntType(64)
-_SHARE = types.UniTuple(types.int64, 3)
+_SHARE = types.UniTuple(types.int64, 3)  # type: ignore[attr-defined]
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]

@@ -32,7 +32,9 @@ def pack_panel(kind: str, groups: Groups) -> Array:
         stored = pairs.transpose(0, 2, 3, 1, 4)  # panel, group, pair, output, input
     else:
         quads = codes.reshape(-1, 2, PANEL // 2, num_groups, 8, 4)
-        stored = (quads[:, 0] | quads[:, 1] << np.uint8(4)).transpose(0, 2, 3, 1, 4)  # panel, group, quad, output, input
+        stored = (quads[:, 0] | quads[:, 1] << np.uint8(4)).transpose(
+            0, 2, 3, 1, 4
+        )  # panel, group, quad, output, input
     per_group = [part for part in (groups.scales, groups.minima) if part is not None]
     start = len(per_group) * PER_GROUP
     records[..., start:].reshape(stored.shape)[:] = stored

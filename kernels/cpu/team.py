@@ -126,7 +126,9 @@ class Team:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""
         sizes = [-(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in shapes]
         if sum(sizes) > len(self._scratch):
-            self._scratch = _aligned(sum(sizes) // 8).view(np.uint8)  # programs keep the one that they were recorded with
+            self._scratch = _aligned(sum(sizes) // 8).view(
+                np.uint8
+            )  # programs keep the one that they were recorded with
         starts = itertools.accumulate(sizes, initial=0)
         return [
             self._scratch[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
@@ -143,7 +145,9 @@ class Team:
     def _start(self) -> None:
         state, count = self._state, self.num_threads
         threads = [
-            threading.Thread(target=_native, args=(_WORK, (state,), index, count), name=f"minipage-{index}", daemon=True)
+            threading.Thread(
+                target=_native, args=(_WORK, (state,), index, count), name=f"minipage-{index}", daemon=True
+            )
             for index in range(1, count)
         ]
         for kernel in (_WORK, _LEAD, _STOP):

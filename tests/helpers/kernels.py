@@ -25,7 +25,7 @@ from minipage.device import Device, open_device
 from minipage.device.cuda import cuda_is_available
 from minipage.kernels.dtypes import STORAGE, convert, to_float32
 from minipage.kernels.ops import GROUP_SIZE, Groups, PackedWeight
-from minipage.kernels.quantization import code_dtype, num_groups
+from minipage.kernels.quantization import GROUP_KINDS, code_dtype, num_groups
 
 Array = Any
 
@@ -169,6 +169,20 @@ def any_groups(seed: int, num_rows: int, num_inputs: int, kind: str) -> Groups:
     scales[-1, -1] = 6e-8
     minima = rng.standard_normal(shape).astype(np.float16) if kind == "int4" else None
     return Groups(codes, scales, minima)
+
+
+def seen_inputs(impl: Implementation, x: Array, kind: str) -> Array:
+    """x [T, K] float32 as a linear layer of this kind sees it: the CPU quantises it too where the weights are quantised.
+
+    Symmetric in groups of 32, to int16 for int8 weights and to int8 for the int4 kinds.
+    """
+    if impl is not CPU or kind not in GROUP_KINDS:
+        return x
+    limit = np.float32(32767 if kind == "int8" else 127)
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP_SIZE))).reshape(len(x), -1, GROUP_SIZE)
+    largest = np.abs(padded).max(axis=-1, keepdims=True)
+    codes = np.rint(padded * (limit / np.maximum(largest, np.float32(1e-30))))
+    return (codes * (largest / limit)).reshape(len(x), -1)[:, : x.shape[1]].astype(np.float32)
 
 
 def store(x: Array, kind: str) -> Array:

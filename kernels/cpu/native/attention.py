@@ -101,7 +101,7 @@ def paged_attention(
     kv_heads = key_cache.shape[1]
     length = run_length(q.shape[1] // kv_heads)
     num_runs = _count_runs(query_start, length)
-    parts = parts_to_share(q.shape, kv_heads, num_runs, context_lens, block_size, scoring, len(partial), share)
+    parts = parts_to_share(q.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
     sequence = runs_before = 0
     task = take(share, 1)
     while task < num_runs * kv_heads * max(parts, 1):
@@ -123,7 +123,8 @@ def paged_attention(
 
 @inner
 def _runs_of(query_start: Array, sequence: int, length: int) -> int:
-    return (query_start[sequence + 1] - query_start[sequence] + length - 1) // length
+    count: int = (query_start[sequence + 1] - query_start[sequence] + length - 1) // length
+    return count
 
 
 @inner
@@ -264,9 +265,7 @@ def _score(num_rows: int, queries: Array, keys: Array, scores: Array, ahead: int
 
 
 @inner
-def _add_values(
-    num_rows: int, sums: Array, weights: Array, values: Array, seen: Array, start: int, ahead: int
-) -> None:
+def _add_values(num_rows: int, sums: Array, weights: Array, values: Array, seen: Array, start: int, ahead: int) -> None:
     """Add weights @ values of the block that begins at token ``start`` to the sums of the rows.
 
     Each row takes the tokens that it sees: a slot that it does not see may hold NaN, which no weight of 0 would undo.
@@ -307,7 +306,7 @@ def parts_to_share(
     num_runs: int,
     context_lens: Array,
     block_size: int,
-    scoring: Scoring,
+    num_sinks: int,
     room: int,
     share: Share,
 ) -> int:
@@ -315,7 +314,7 @@ def parts_to_share(
 
     ``shape`` is that of the queries. Attention sinks are not shared out: their contexts are short.
     """
-    if share[1] == 1 or num_runs * kv_heads >= 8 * share[1] or scoring.num_sinks > 0:
+    if share[1] == 1 or num_runs * kv_heads >= 8 * share[1] or num_sinks > 0:
         return 0
     longest = 0
     for s in range(len(context_lens)):
@@ -369,9 +368,8 @@ def merge(
     share: Share,
 ) -> None:
     """Merge what :func:`paged_attention` left in ``partial``, if it did: part by part, as one task would have done."""
-    scoring = Scoring(np.float32(0), 0, np.float32(0), num_sinks)
     num_runs = _count_runs(query_start, run_length(out.shape[1] // kv_heads))
-    parts = parts_to_share(out.shape, kv_heads, num_runs, context_lens, block_size, scoring, len(partial), share)
+    parts = parts_to_share(out.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
     if parts == 0:
         return
     total, state = sums[share[0], 0, 0], softmax[share[0], 0, 0]

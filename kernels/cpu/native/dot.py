@@ -74,5 +74,3 @@ def _call(builder: Builder, name: str, result: Any, args: list[Value]) -> Value:
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(result, [arg.type for arg in args]), name)
     return builder.call(function, args)
-
-

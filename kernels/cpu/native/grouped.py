@@ -31,7 +31,9 @@ _HALVES = (0, 1)  #: a panel is two vectors of 8 outputs
 _AHEAD = 1024  #: bytes that are fetched ahead: memory is read in time, and a panel is one stream
 
 
-def _multiply_in_python(kind: int, rows: int, codes: Array, scales: Array, sums: Array, records: Array, out: Array) -> None:
+def _multiply_in_python(
+    kind: int, rows: int, codes: Array, scales: Array, sums: Array, records: Array, out: Array
+) -> None:
     """What :data:`multiply_groups` computes, for reading and for NUMBA_DISABLE_JIT=1."""
     weights = unpack_panel(KINDS[kind], records[None])
     total = np.zeros((rows, PANEL), np.float32)
@@ -49,7 +51,9 @@ def _multiply_in_python(kind: int, rows: int, codes: Array, scales: Array, sums:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _multiply_compiled(context: Any, kind: Any, rows: Any, codes: Any, scales: Any, sums: Any, records: Any, out: Any) -> Any:
+def _multiply_compiled(
+    context: Any, kind: Any, rows: Any, codes: Any, scales: Any, sums: Any, records: Any, out: Any
+) -> Any:
     """What :data:`multiply_groups` computes, as LLVM vector code."""
     arguments = (kind, rows, codes, scales, sums, records, out)
 
@@ -88,6 +92,7 @@ class _Tile:
         self.b, self.kind = b, kind
         self.codes, self.scales, self.sums, self.records, self.out = codes, scales, sums, records, out
         self.rows = range(rows)
+        self.at_once = 4 if rows == 1 else 1  #: steps of an inner loop that are written out
         zero = vector.constant(FLOAT, 8, 0.0)
         self.totals = [[cgutils.alloca_once_value(b, zero) for _ in _HALVES] for _ in self.rows]
         for pair in self.totals:
@@ -100,7 +105,9 @@ class _Tile:
         record = b.gep(self.records.data, [self.records.offset(b, group, long(0))])
         for line in range(0, RECORD_BYTES[KINDS[self.kind]], 64):
             vector.prefetch(b, record, long(_AHEAD + line))
-        inputs = [b.gep(self.codes.data, [self.codes.offset(b, long(m), b.mul(group, long(GROUP_SIZE)))]) for m in self.rows]
+        inputs = [
+            b.gep(self.codes.data, [self.codes.offset(b, long(m), b.mul(group, long(GROUP_SIZE)))]) for m in self.rows
+        ]
         products = self._int8_products(record, inputs) if self.kind == INT8 else self._int4_products(record, inputs)
         for half in _HALVES:
             scale = self._halves(record, half * 8)
@@ -121,34 +128,46 @@ class _Tile:
 
     def _int8_products(self, record: Value, inputs: list[Value]) -> list[list[Value]]:
         b = self.b
-        products = [[vector.constant(INT, 8, 0) for _ in _HALVES] for _ in self.rows]
-        for pair in range(GROUP_SIZE // 2):
-            codes = [vector.load(b, record, BYTE, long(PER_GROUP + pair * 32 + half * 16), 16) for half in _HALVES]
-            weights = [b.sext(code, ir.VectorType(ir.IntType(16), 16)) for code in codes]
-            for m in self.rows:
-                x = self._broadcast(inputs[m], pair, 16)
-                for half in _HALVES:
-                    products[m][half] = dot.add_pairs(b, products[m][half], weights[half], x)
-        return products
+        sums = self._sums(vector.constant(INT, 8, 0))
+        # A loop, and not all at once: LLVM would reorder the additions, and run out of registers.
+        with vector.count_up(b, long(0), long(GROUP_SIZE // 2), self.at_once) as first:
+            for pair in (b.add(first, long(i)) for i in range(self.at_once)):
+                start = b.add(b.mul(pair, long(32)), long(PER_GROUP))
+                codes = [vector.load(b, record, BYTE, b.add(start, long(half * 16)), 16) for half in _HALVES]
+                weights = [b.sext(code, ir.VectorType(ir.IntType(16), 16)) for code in codes]
+                for m in self.rows:
+                    x = self._broadcast(inputs[m], pair, 16)
+                    for half in _HALVES:
+                        b.store(dot.add_pairs(b, b.load(sums[m][half]), weights[half], x), sums[m][half])
+        return [[b.load(total) for total in pair] for pair in sums]
 
     def _int4_products(self, record: Value, inputs: list[Value]) -> list[list[Value]]:
         b = self.b
-        products = [[dot.begin_quads() for _ in _HALVES] for _ in self.rows]
+        sums = self._sums(dot.begin_quads())
         start = PER_GROUP * (2 if self.kind == INT4 else 1)
         low = vector.constant(BYTE, 32, 15)
-        for quad in range(GROUP_SIZE // 4):
-            both = vector.load(b, record, BYTE, long(start + quad * 32), 32)
-            codes = [b.and_(both, low), b.lshr(both, vector.constant(BYTE, 32, 4))]
-            for m in self.rows:
-                x = self._broadcast(inputs[m], quad, 32)
-                for half in _HALVES:
-                    products[m][half] = dot.add_quads(b, products[m][half], codes[half], x)
-        return [[dot.end_quads(b, total) for total in pair] for pair in products]
+        with vector.count_up(b, long(0), long(GROUP_SIZE // 4), self.at_once) as first:
+            for quad in (b.add(first, long(i)) for i in range(self.at_once)):
+                both = vector.load(b, record, BYTE, b.add(b.mul(quad, long(32)), long(start)), 32)
+                codes = [b.and_(both, low), b.lshr(both, vector.constant(BYTE, 32, 4))]
+                for m in self.rows:
+                    x = self._broadcast(inputs[m], quad, 32)
+                    for half in _HALVES:
+                        b.store(dot.add_quads(b, b.load(sums[m][half]), codes[half], x), sums[m][half])
+        return [[dot.end_quads(b, b.load(total)) for total in pair] for pair in sums]
 
-    def _broadcast(self, inputs: Value, word: int, count: int) -> Value:
+    def _sums(self, zero: Value) -> list[list[Value]]:
+        """Variables for the sums of a group, zeros at first."""
+        sums = [[cgutils.alloca_once(self.b, zero.type) for _ in _HALVES] for _ in self.rows]
+        for pair in sums:
+            for total in pair:
+                self.b.store(zero, total)
+        return sums
+
+    def _broadcast(self, inputs: Value, word: Value, count: int) -> Value:
         """The 32 bits of input codes at ``word`` in all lanes, as ``count`` codes."""
         b = self.b
-        bits = vector.load(b, inputs, INT, long(word))
+        bits = vector.load(b, inputs, INT, word)
         return b.bitcast(vector.splat(b, bits, 8), ir.VectorType(ir.IntType(256 // count), count))
 
     def _halves(self, record: Value, index: int) -> Value:
@@ -160,7 +179,9 @@ class _Tile:
         b = self.b
         for m in self.rows:
             for half in _HALVES:
-                vector.store(b, b.load(self.totals[m][half]), self.out.data, self.out.offset(b, long(m), long(half * 8)))
+                vector.store(
+                    b, b.load(self.totals[m][half]), self.out.data, self.out.offset(b, long(m), long(half * 8))
+                )
 
 
 # ---- one weight --------------------------------------------------------------------------------------------------------

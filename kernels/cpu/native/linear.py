@@ -89,7 +89,9 @@ def embed(out: Array, panels: Array, token_ids: Array, share: Share) -> None:
 def _linear_of(kind: int) -> Callable[..., None]:
     four_rows, two_rows, one_row = _rows_of_codes(kind, 4), _rows_of_codes(kind, 2), _rows_of_codes(kind, 1)
 
-    def linear_quantized(out: Array, codes: Array, scales: Array, sums: Array, records: Array, bias: Array, share: Share) -> None:
+    def linear_quantized(
+        out: Array, codes: Array, scales: Array, sums: Array, records: Array, bias: Array, share: Share
+    ) -> None:
         """out [T, N] = x @ weights + bias; x as :mod:`.activations` quantises it, records uint8 [P, G, bytes]."""
         count = panels_at_once(len(records), share)
         first = take(share, count)

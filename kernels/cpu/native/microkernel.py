@@ -22,6 +22,7 @@ from . import vector
 from .vector import FLOAT, Builder, Value, long
 
 _SPAN = 64  #: products that are added one after the other before their sum joins the total
+_AT_ONCE = 4  #: products of a span that a loop has written out
 _CHAINS = 4  #: spans that one row works on side by side
 _LANES = (16, 4, 1)  #: widths of the tiles that a row of columns is covered with
 
@@ -132,9 +133,12 @@ class Tile:
         for span in sums:
             for total in span:
                 b.store(self._zero, total)
-        with vector.count_up(b, long(0), length) as i:
-            for c, span in enumerate(sums):
-                self._add_products(b.add(b.add(first, long(c * _SPAN)), i), span)
+        even = b.and_(length, long(-_AT_ONCE))
+        for start, stop, step in ((long(0), even, _AT_ONCE), (even, length, 1)):
+            with vector.count_up(b, start, stop, step) as i:
+                for k in (b.add(b.add(first, i), long(j)) for j in range(step)):
+                    for c, span in enumerate(sums):
+                        self._add_products(b.add(k, long(c * _SPAN)), span)
         for span in sums:
             for total, part in zip(self._totals, span, strict=True):
                 b.store(b.fadd(b.load(total), b.load(part)), total)
@@ -143,7 +147,7 @@ class Tile:
         b, w = self._b, self._w
         offset = w.offset(b, k, self._column)
         size = w.dtype.bitwidth // 8
-        if not _is_zero(self._ahead):
+        if not _is_zero(self._ahead) and size < 4:
             row = b.gep(w.data, [offset])
             for line in range(0, self._lanes * size, 64):
                 vector.prefetch(b, row, b.add(self._ahead, long(line)))

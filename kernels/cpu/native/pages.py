@@ -42,14 +42,12 @@ def _nothing(page: Any, scores: Any, head_dim: Any, block_size: Any) -> None:
     return None
 
 
-@inner
 def _scale_keys(page: Array, scores: Array, head_dim: int, block_size: int) -> None:
     for row in range(len(scores)):
         for t in range(block_size):
             scores[row, t] *= read_float(page, head_dim * block_size + 4 * t)
 
 
-@inner
 def _scale_values(page: Array, weights: Array, head_dim: int, block_size: int) -> None:
     for row in range(len(weights)):
         for t in range(block_size):
@@ -58,12 +56,12 @@ def _scale_values(page: Array, weights: Array, head_dim: int, block_size: int) -
 
 @overload(scale_keys, strict=False)  # type: ignore[untyped-decorator]
 def _(page: Any, scores: Any, head_dim: Any, block_size: Any) -> Any:
-    return _scale_keys.py_func if page.dtype == types.int8 else _nothing
+    return _scale_keys if page.dtype == types.int8 else _nothing
 
 
 @overload(scale_values, strict=False)  # type: ignore[untyped-decorator]
 def _(page: Any, weights: Any, head_dim: Any, block_size: Any) -> Any:
-    return _scale_values.py_func if page.dtype == types.int8 else lambda page, weights, head_dim, block_size: None
+    return _scale_values if page.dtype == types.int8 else lambda page, weights, head_dim, block_size: None
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------------
@@ -77,14 +75,12 @@ def write(k: Array, v: Array, keys: Array, values: Array, offset: int) -> None:
         _write_floats(k, v, keys, values, offset)
 
 
-@inner
 def _write_floats(k: Array, v: Array, keys: Array, values: Array, offset: int) -> None:
     for d in range(len(k)):
         keys[d, offset] = narrow(k[d], keys)
         values[offset, d] = narrow(v[d], values)
 
 
-@inner
 def _write_codes(k: Array, v: Array, keys: Array, values: Array, offset: int) -> None:
     head_dim, block_size = len(k), len(values)
     scale, inverse = _scale(k)
@@ -105,7 +101,7 @@ def _scale(x: Array) -> tuple[Any, Any]:
 
 @overload(write, strict=False)  # type: ignore[untyped-decorator]
 def _(k: Any, v: Any, keys: Any, values: Any, offset: Any) -> Any:
-    return _write_codes.py_func if keys.dtype == types.int8 else _write_floats.py_func
+    return _write_codes if keys.dtype == types.int8 else _write_floats
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------

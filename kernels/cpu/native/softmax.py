@@ -29,7 +29,7 @@ def _exponentials_in_python(scores: Array, scale: Any) -> tuple[Any, Any]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _exponentials_compiled(context: Any, scores: Any, scale: Any) -> Any:
-    result = types.UniTuple(types.float32, 2)
+    result = types.UniTuple(types.float32, 2)  # type: ignore[attr-defined]
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -84,10 +84,10 @@ class _Row:
                 vector.store(b, weight, self._data, t)
                 b.store(b.fadd(b.load(totals[lanes]), weight), totals[lanes])
         wide = b.load(totals[_LANES])
-        lanes = [b.extract_element(wide, ir.Constant(INT, lane)) for lane in range(_LANES)]
-        while len(lanes) > 1:
-            lanes = [b.fadd(x, y) for x, y in zip(lanes[::2], lanes[1::2], strict=True)]
-        return b.fadd(lanes[0], b.extract_element(b.load(totals[1]), ir.Constant(INT, 0)))
+        parts = [b.extract_element(wide, ir.Constant(INT, lane)) for lane in range(_LANES)]
+        while len(parts) > 1:
+            parts = [b.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return b.fadd(parts[0], b.extract_element(b.load(totals[1]), ir.Constant(INT, 0)))
 
     def _larger(self, x: Value, y: Value) -> Value:
         """x where it is larger than y, else y: a NaN in x is passed over."""

@@ -105,13 +105,13 @@ def _wait_while(state: Array, word: int, value: int) -> None:
 
 # ---- the operating system ----------------------------------------------------------------------------------------------
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _FUTEX = {"x86_64": 202, "aarch64": 98}  #: the number of Linux's system call, by machine
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # those private to the process
 
 if sys.platform == "linux" and _MACHINE in _FUTEX:
     _NUMBER = _FUTEX[_MACHINE]
-    _syscall = types.ExternalFunction("syscall", types.int64(*(types.int64,) * 7))
+    _syscall: Any = types.ExternalFunction("syscall", types.int64(*(types.int64,) * 7))
 
     @inner
     def _sleep_while(address: int, value: int) -> None:
@@ -123,7 +123,7 @@ if sys.platform == "linux" and _MACHINE in _FUTEX:
         _syscall(_NUMBER, address, _FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 else:
-    _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+    _usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 
     @inner
     def _sleep_while(address: int, value: int) -> None:

@@ -61,7 +61,9 @@ def prefetch(builder: Builder, pointer: Value, distance: Value) -> None:
     if function is None:
         kind = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
         function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [address, *(ir.Constant(INT, value) for value in (0, 3, 1))])  # to read, into all caches, data
+    builder.call(
+        function, [address, *(ir.Constant(INT, value) for value in (0, 3, 1))]
+    )  # to read, into all caches, data
 
 
 def load_as_float32(builder: Builder, dtype: Any, pointer: Value, index: Value, lanes: int) -> Value:

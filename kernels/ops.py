@@ -7,7 +7,10 @@ Rules that hold for every op:
 
 * It writes into buffers that it is given and allocates nothing on the device, so that a step can be recorded and replayed.
 * Activations are float32. Softmax, norms and accumulation are in float32 whatever the storage.
-* Storage dtypes are told by the array: ``float32``, ``float16``, or ``uint16`` for the bits of bfloat16.
+* Storage dtypes are told by the array: ``float32``, ``float16``, or ``uint16`` for the bits of bfloat16; pages of K and V may
+  be ``int8`` as well (:mod:`kernels.pages`). Their last dims are then the bytes of float32 scales: a block of keys is
+  [D + 4, B], the last four rows of which are B scales in order, and a block of values [B, D + 4], where each token's row ends
+  with its own. int8 pages are contiguous.
 * The bits of one token's (or sequence's) result do not depend on which others share the call: ``linear`` reduces over K, and
   ``paged_attention`` over a sequence's blocks, in one fixed order.
 * Block ids times strides are computed in 64 bits. Slots that hold no token may hold NaN and change nothing.
@@ -59,6 +62,8 @@ class Ops(Protocol):
     #: How the two caches permute the axes (block, kv head, token in block, head dim) of the plain layout [nb, KVH, B, D].
     KEY_AXES: tuple[int, int, int, int]
     VALUE_AXES: tuple[int, int, int, int]
+    #: Kinds of pages that are taken, of :data:`kernels.pages.PAGE_STORAGE`: int8 need not be.
+    PAGE_KINDS: tuple[str, ...]
 
     # ---- weights -------------------------------------------------------------------------------------------------------
     def empty_weight(self, shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
@@ -132,7 +137,8 @@ class Ops(Protocol):
 
         q [T, NH, D], k and v [T, KVH, D] may be strided views (of one qkv buffer). cos and sin [P, R/2] float32 are looked
         up by ``positions`` [T] int32; the first R of D dims are rotated in halves (dim i with dim i + R/2).
-        ``slots`` [T] int64 is block * B + offset; a negative slot is padding and is not written.
+        ``slots`` [T] int64 is block * B + offset; a negative slot is padding and is not written. int8 pages get the codes
+        and the scale that :mod:`kernels.pages` says.
         """
         ...
 

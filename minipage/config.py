@@ -11,6 +11,7 @@ from .errors import InvalidArgumentError
 
 DEVICES = ("auto", "cpu", "cuda", "cuda-sim", "reference")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 QUANTIZATIONS = (None, "int8", "int4")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 SPECULATIVE_METHODS = (None, "ngram")
@@ -78,7 +79,7 @@ class EngineConfig:
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("quantization", self.quantization, QUANTIZATIONS)
-        _choice("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _choice("speculative", self.speculative, SPECULATIVE_METHODS)
         _choice("enable_prefix_caching", self.enable_prefix_caching, (True, False))

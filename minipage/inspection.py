@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from .config import QUANTIZATIONS, EngineConfig
-from .device import open_device
 from .device.kv_cache import KVShape
-from .engine.loading import bytes_by_kind, group_layers, kv_dtype, kv_shape, with_windows
+from .engine.loading import bytes_by_kind, group_layers, kv_dtype, kv_shape, open_device_for, with_windows
 from .errors import InvalidArgumentError
 from .kernels.dtypes import STORAGE
 from .kernels.ops import Ops
@@ -142,7 +141,7 @@ def loaded_bytes(
     plan: Plan, source: TensorSource, config: ModelConfig, options: EngineConfig
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What the parameters take on a device, by kind as ``options`` load them; and in all by what else could be asked for."""
-    device = open_device(options.device, options.num_threads)
+    device = open_device_for(options)
 
     def by_kind(dtype: str, quantization: str | None) -> dict[str, int]:
         kinds = weight_kinds(plan, source, config.dtype, dtype, quantization)

@@ -29,7 +29,8 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda-sim" (CUDA kernels in Numba's simulator) or "reference" (NumPy), both for tests.
         dtype: of the weights, "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Activations are float32.
         quantization: "int8" or "int4" quantises the linear layers while loading.
-        kv_cache_dtype: of K and V; "auto" is the dtype of the weights.
+        kv_cache_dtype: of K and V, "auto" (the dtype of the weights), "float32", "bfloat16", "float16", or "int8", with a scale
+            for each token and head: about a quarter of the memory of float32, and less to read. Not on CUDA devices.
         block_size: tokens a block holds.
         num_blocks: blocks to hold; None takes them from ``kv_cache_memory`` (bytes, or "512MiB"), or from what is free.
         max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows. It may be more where
@@ -44,7 +45,8 @@ class LLM:
         attention_sinks: with a window in every layer, let all tokens see the first so many as well, at the positions that
             they have in the cache: text then stays fluent beyond the trained length (StreamingLLM, Xiao et al. 2023; four do).
         speculative: "ngram" guesses what comes next from what followed the same tokens before, in prompt and output, and
-            computes the guesses in the same step: outputs are the same, sooner where text repeats itself (None: off).
+            computes the guesses in the same step: outputs are the same, sooner where text repeats itself and few sequences run
+            at once, since wrong guesses cost time in a step that is busy anyway (None: off).
         num_speculative_tokens: the most tokens guessed for a sequence and step, 1 to 8.
         num_threads: CPU threads; None is the number of physical cores.
         seed: seeds the requests that have no seed of their own.

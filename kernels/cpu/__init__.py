@@ -6,6 +6,7 @@ plain Python, where a debugger can step through it.
 
 from __future__ import annotations
 
+from ..pages import PAGE_STORAGE
 from .attention import paged_attention
 from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
@@ -16,9 +17,11 @@ from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
+PAGE_KINDS = tuple(PAGE_STORAGE)
 
 __all__ = [
     "KEY_AXES",
+    "PAGE_KINDS",
     "VALUE_AXES",
     "add",
     "add_rms_norm",

@@ -1,8 +1,9 @@
-"""How Numba sees the float storages: by a dtype of its own for each, since it refuses float16 arrays on the CPU.
+"""How Numba sees the storages: by a dtype of its own for each, since it refuses float16 arrays on the CPU.
 
     float32     float32
     bfloat16    uint16, its bits, as everywhere in this project
     float16     int16, its bits
+    int8        int8, of pages; their scales are not seen here
 
 So the dtype alone tells a compiled function which storage it reads, and each is compiled only when it is used.
 """
@@ -30,4 +31,6 @@ def as_numba(array: Array) -> Array:
 
 def widen(stored: Array) -> Array:
     """An array that Numba sees (see :func:`as_numba`) as float32."""
+    if stored.dtype == np.int8:
+        return stored.astype(np.float32)
     return to_float32(stored.view(np.float16) if stored.dtype == np.int16 else stored)

@@ -4,6 +4,7 @@ In the form that is easiest to read: what each kernel computes is plain, and how
 line. ``NUMBA_ENABLE_CUDASIM=1``, set before Numba is first imported, chooses the simulator (:mod:`.simulator`).
 """
 
+from ..dtypes import STORAGE
 from .attention import paged_attention
 from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
@@ -16,9 +17,11 @@ from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 #: neighbouring threads, each with a dim.
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
+PAGE_KINDS = tuple(STORAGE)  # there are no kernels for int8 pages
 
 __all__ = [
     "KEY_AXES",
+    "PAGE_KINDS",
     "VALUE_AXES",
     "add",
     "add_rms_norm",

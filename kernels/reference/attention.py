@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtypes import to_float32
 from ..ops import Array
+from .pages import read_tokens
 
 
 def paged_attention(
@@ -45,8 +45,8 @@ def _gather(key_cache: Array, value_cache: Array, table: Array, positions: Array
     """The keys and values [KVH, n, D] of the tokens at these positions [n] of a sequence."""
     block_size = value_cache.shape[2]
     blocks, offsets = table[positions // block_size], positions % block_size
-    keys, values = key_cache[blocks, :, :, offsets], value_cache[blocks, :, offsets, :]
-    return to_float32(keys).transpose(1, 0, 2), to_float32(values).transpose(1, 0, 2)
+    keys, values = read_tokens(key_cache, value_cache, blocks, offsets)
+    return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
 
 
 def _score(q: Array, keys: Array, scale: float, soft_cap: float) -> Array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtypes import float32_to_bfloat16
 from ..ops import Array
+from .pages import write_token
 
 
 def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
@@ -29,12 +29,9 @@ def rope_and_cache(
     """Rotate q and k in place, then write k and v to their slots; see :class:`minipage.kernels.ops.Ops`."""
     for rotated in (q, k):
         _rotate(rotated, cos[positions][:, None], sin[positions][:, None])
-    block_size = value_cache.shape[2]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            block, offset = divmod(int(slot), block_size)
-            key_cache[block, :, :, offset] = narrow(k[token], key_cache.dtype)
-            value_cache[block, :, offset, :] = narrow(v[token], value_cache.dtype)
+            write_token(key_cache, value_cache, int(slot), k[token], v[token])
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> None:
@@ -43,11 +40,3 @@ def _rotate(x: Array, cos: Array, sin: Array) -> None:
     first, second = x[..., :half].copy(), x[..., half : 2 * half].copy()
     x[..., :half] = first * cos - second * sin
     x[..., half : 2 * half] = second * cos + first * sin
-
-
-def narrow(x: Array, dtype: np.dtype) -> Array:
-    """float32 in the storage ``dtype``, to nearest; what is too large for float16 becomes infinite."""
-    if dtype == np.uint16:
-        return float32_to_bfloat16(x)
-    with np.errstate(over="ignore"):
-        return x.astype(dtype)

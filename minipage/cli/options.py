@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ..config import DEVICES, DTYPES, PREEMPTION_MODES, QUANTIZATIONS, SPECULATIVE_METHODS, EngineConfig
+from ..config import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    PREEMPTION_MODES,
+    QUANTIZATIONS,
+    SPECULATIVE_METHODS,
+    EngineConfig,
+)
 from ..sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -29,7 +37,7 @@ ENGINE_OPTIONS = (
     Option("device", str, "where to compute", DEVICES),
     Option("dtype", str, "of the weights; auto: as the checkpoint says", DTYPES),
     Option("quantization", str, "quantise the linear layers while loading", tuple(filter(None, QUANTIZATIONS))),
-    Option("kv_cache_dtype", str, "of K and V; auto: as the weights", DTYPES),
+    Option("kv_cache_dtype", str, "of K and V; auto: as the weights", KV_CACHE_DTYPES),
     Option("block_size", int, "tokens a block of the KV cache holds"),
     Option("num_blocks", int, "blocks of the KV cache; or give --kv-cache-memory"),
     Option("kv_cache_memory", str, 'bytes of the KV cache, such as "512MiB"; default: from what is free'),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import OutOfMemoryError
-from ..kernels.dtypes import STORAGE
 from ..kernels.ops import Array
+from ..kernels.pages import PAGE_STORAGE, page_dim
 from .base import Device
 
 
@@ -22,12 +22,17 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str  #: "float32" | "bfloat16" | "float16"
+    dtype: str  #: "float32" | "bfloat16" | "float16" | "int8"
+
+    @property
+    def page_dim(self) -> int:
+        """Elements of K, or of V, of a token and head in its page: ``head_dim``, and in int8 the bytes of a scale."""
+        return page_dim(self.head_dim, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * STORAGE[self.dtype].itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.page_dim * PAGE_STORAGE[self.dtype].itemsize
 
     @property
     def bytes_per_block(self) -> int:
@@ -65,9 +70,9 @@ class KVCache:
 
     def _pages(self, num_blocks: int, empty: Callable[[Sequence[int], Any], Array]) -> tuple[Array, Array]:
         shape, ops = self.shape, self._device.ops
-        plain = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        plain = (num_blocks, shape.num_kv_heads, shape.block_size, shape.page_dim)
         key, value = ([shape.num_layers, *(plain[a] for a in axes)] for axes in (ops.KEY_AXES, ops.VALUE_AXES))
-        return empty(key, STORAGE[shape.dtype]), empty(value, STORAGE[shape.dtype])
+        return empty(key, PAGE_STORAGE[shape.dtype]), empty(value, PAGE_STORAGE[shape.dtype])
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +109,10 @@ class KVCache:
         """
 
     def read(self, layer: int, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """K and V of ``blocks`` in layer ``layer`` of their groups, on the host, in the plain layout [n, KVH, B, D]."""
+        """K and V of ``blocks`` in layer ``layer`` of their groups, on the host, in the plain layout [n, KVH, B, D].
+
+        In int8 [n, KVH, B, D + 4]: the bytes of the scales are permuted with the others, and are those of one token in V only.
+        """
         pages = self._device.array(np.array(blocks, dtype=np.int64))
         ops, host = self._device.ops, self._device.host
         key, value = host(self.key[layer][pages]), host(self.value[layer][pages])

@@ -17,7 +17,8 @@ from ..device.kv_cache import KVCache
 from ..outputs import RequestOutput
 from .engine import Engine
 
-_NAN = {"float32": np.nan, "float16": np.nan, "bfloat16": 0x7FC0}
+#: What makes a page NaN; in int8 all bytes are ones, so that the scales are.
+_NAN = {"float32": np.nan, "float16": np.nan, "bfloat16": 0x7FC0, "int8": -1}
 
 
 def is_enabled() -> bool:

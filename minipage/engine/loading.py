@@ -64,7 +64,7 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
     path = resolve_model(model)
     checkpoint = open_checkpoint(path)
     try:
-        device = open_device(config.device, config.num_threads)
+        device = open_device_for(config)
         try:
             return _load(checkpoint, config, device)
         except BaseException:
@@ -72,6 +72,19 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
             raise
     finally:
         checkpoint.close()
+
+
+def open_device_for(config: EngineConfig) -> Device:
+    """The device that is asked for; InvalidArgumentError where it cannot be used, or has no pages of the dtype asked for."""
+    device = open_device(config.device, config.num_threads)
+    allowed = ("auto", *device.ops.PAGE_KINDS)
+    if config.kv_cache_dtype not in allowed:
+        device.close()
+        raise InvalidArgumentError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is not allowed on the device {device.name!r}; "
+            f"it must be one of {', '.join(map(repr, allowed))}"
+        )
+    return device
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple[Engine, ModelInfo]:

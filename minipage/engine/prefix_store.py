@@ -6,7 +6,7 @@ One safetensors file. Its metadata say which engine it fits (``engine``: JSON) a
     parents   int64 [N]         the node before each node, an earlier one; -1 - r: salt r, where a chain begins
     tokens    int32 [N, B]      of each node
     holders   int64 [n]         the nodes whose blocks are stored, heads of chains first
-    key.j     [n, KVH, B, D]    layer j of each block's group; bfloat16 as its bits in uint16
+    key.j     [n, KVH, B, D]    layer j of each block's group; bfloat16 as its bits in uint16, int8 with its scales: D + 4
     value.j   [n, KVH, B, D]
 
 Keys are not in it: they are made anew from the tokens. What K and V hold is believed, as a model's weights are.
@@ -31,11 +31,11 @@ from ..cache import BlockManager, Chains, PrefixCache
 from ..device.base import Device
 from ..device.kv_cache import KVCache
 from ..errors import InvalidArgumentError
-from ..kernels.dtypes import STORAGE
+from ..kernels.pages import PAGE_STORAGE
 from ..weights.files import shorten
 
 FORMAT = 1
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "uint16": "U16"}
+_SAFETENSORS = {"float32": "F32", "float16": "F16", "uint16": "U16", "int8": "I8"}
 
 
 class PrefixStore:
@@ -147,7 +147,8 @@ class PrefixStore:
     def _layouts(self, num_nodes: int, num_stored: int) -> dict[str, tuple[list[int], str]]:
         """Shape and dtype of every tensor of a file with so many nodes and stored blocks."""
         shape = self._kv.shape
-        kv = [num_stored, shape.num_kv_heads, shape.block_size, shape.head_dim], _SAFETENSORS[STORAGE[shape.dtype].name]
+        dtype = _SAFETENSORS[PAGE_STORAGE[shape.dtype].name]
+        kv = [num_stored, shape.num_kv_heads, shape.block_size, shape.page_dim], dtype
         return {
             "parents": ([num_nodes], "I64"),
             "tokens": ([num_nodes, shape.block_size], "I32"),

@@ -115,10 +115,9 @@ class SampledRequest(Tracked):
         ends = token.token_id in self._stop_ids
         may_stop = sequence.num_output_tokens >= params.min_tokens
         stop = self._outputs[sequence.index].push(token, is_stop_token=ends, may_stop=may_stop)
-        is_longest = len(sequence.token_ids) == self.request.max_total_tokens
         if ends or stop is not None:
             self._finish(sequence, "stop", self._stop_ids[token.token_id] if ends else stop)
-        elif sequence.num_output_tokens == params.max_tokens or is_longest:
+        elif self.request.most_to_come(sequence) == 0:
             self._finish(sequence, "length", None)
 
     def _finish(self, sequence: TokenSequence, reason: FinishReason, stop_reason: int | str | None) -> None:

@@ -377,6 +377,8 @@ def merge(
     row = take(share, 1)
     while row < out.shape[0] * out.shape[1]:
         state[0], state[1] = -np.inf, 0
+        for d in range(head_dim):
+            total[d] = 0
         for part in range(parts):
             entry = partial[row * parts + part]
             _merge_row(total, state, entry[:head_dim], entry[head_dim], entry[head_dim + 1])

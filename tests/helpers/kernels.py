@@ -25,6 +25,7 @@ from minipage.device import Device, open_device
 from minipage.device.cuda import cuda_is_available
 from minipage.kernels.dtypes import STORAGE, convert, to_float32
 from minipage.kernels.ops import GROUP_SIZE, Groups, PackedWeight
+from minipage.kernels.pages import PAGE_STORAGE
 from minipage.kernels.quantization import GROUP_KINDS, code_dtype, num_groups
 
 Array = Any
@@ -69,21 +70,25 @@ class Implementation:
 
     def key_pages(self, plain: Array, kind: str) -> Array:
         """float32 keys [nb, KVH, B, D] as a key cache in a storage."""
+        if kind == "int8":
+            return self.array(int8_keys(plain))
         return self._pages(plain, kind, self.device.ops.KEY_AXES)
 
     def value_pages(self, plain: Array, kind: str) -> Array:
         """float32 values [nb, KVH, B, D] as a value cache in a storage."""
+        if kind == "int8":
+            return self.array(int8_values(plain))
         return self._pages(plain, kind, self.device.ops.VALUE_AXES)
 
     def _pages(self, plain: Array, kind: str, axes: tuple[int, ...]) -> Array:
         return self.array(np.ascontiguousarray(store(plain, kind).transpose(axes)))
 
     def plain_keys(self, pages: Array) -> Array:
-        """A key cache, back as stored on the host in the plain layout [nb, KVH, B, D]."""
+        """A key cache, back as stored on the host in the plain layout [nb, KVH, B, D], or D + 4 in int8."""
         return self.host(pages).transpose(np.argsort(self.device.ops.KEY_AXES))
 
     def plain_values(self, pages: Array) -> Array:
-        """A value cache, back as stored on the host in the plain layout [nb, KVH, B, D]."""
+        """A value cache, back as stored on the host in the plain layout [nb, KVH, B, D], or D + 4 in int8."""
         return self.host(pages).transpose(np.argsort(self.device.ops.VALUE_AXES))
 
 
@@ -104,8 +109,16 @@ IMPLEMENTATIONS = [REFERENCE, CPU, *_cuda()]
 
 
 def cases(full: Sequence[Any], small: Sequence[Any]) -> pytest.MarkDecorator:
-    """Run a test with arguments ``impl`` and ``case`` for every implementation and each of its cases."""
-    pairs = [(impl, case) for impl in IMPLEMENTATIONS for case in (small if impl.simulated else full)]
+    """Run a test with arguments ``impl`` and ``case`` for every implementation and each of its cases.
+
+    Cases with a ``kind`` of pages are for the implementations that have such pages.
+    """
+    pairs = [
+        (impl, case)
+        for impl in IMPLEMENTATIONS
+        for case in (small if impl.simulated else full)
+        if getattr(case, "kind", "float32") in impl.device.ops.PAGE_KINDS
+    ]
     return pytest.mark.parametrize(("impl", "case"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs])
 
 
@@ -192,8 +205,37 @@ def store(x: Array, kind: str) -> Array:
 
 
 def rounded(x: Array, kind: str) -> Array:
-    """float32 as it comes back from a storage."""
+    """float32 as it comes back from a storage; in int8 the last axis has a scale."""
+    if kind == "int8":
+        codes, scales = int8_codes(x)
+        return codes * scales[..., None]
     return to_float32(store(x, kind))
 
 
+def int8_codes(x: Array) -> tuple[Array, Array]:
+    """x [..., D] float32 as codes [..., D] int8 and scales [...] float32; what is not finite has a scale of NaN and any codes."""
+    limit, largest = np.float32(127), np.abs(x).max(axis=-1)
+    is_zero, is_bad = largest <= np.float32(1e-30), ~np.isfinite(largest)
+    scales, codes = largest / limit, np.zeros(x.shape, np.int8)
+    scales[is_zero], scales[is_bad], codes[is_bad] = 0, np.nan, 85
+    good = ~(is_zero | is_bad)
+    codes[good] = np.rint(x[good] * (limit / largest[good])[..., None])
+    return codes, scales
+
+
+def int8_keys(plain: Array) -> Array:
+    """Blocks [nb, KVH, D + 4, B] of int8: the codes of keys [nb, KVH, B, D], dim by dim, and then their scales."""
+    codes, scales = int8_codes(plain)
+    (num_blocks, heads, size, dim), first = plain.shape, plain.shape[:2]
+    parts = codes.swapaxes(2, 3).reshape(*first, dim * size), np.ascontiguousarray(scales).view(np.int8)
+    return np.concatenate(parts, axis=-1).reshape(num_blocks, heads, dim + 4, size)
+
+
+def int8_values(plain: Array) -> Array:
+    """Blocks [nb, KVH, B, D + 4] of int8: the codes of values [nb, KVH, B, D], each token's with its scale."""
+    codes, scales = int8_codes(plain)
+    return np.concatenate([codes, scales[..., None].view(np.int8)], axis=-1)
+
+
 STORAGES = tuple(STORAGE)
+PAGE_KINDS = tuple(PAGE_STORAGE)

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
-from helpers.kernels import STORAGES, Implementation, assert_same_bits, cases, each_implementation, normal, store
+from helpers.kernels import PAGE_KINDS, Implementation, assert_same_bits, cases, int8_keys, int8_values, normal, store
 
 Array = Any
 
-#: Source and destination blocks.
-COPIES = [((), ()), ((3,), (0,)), ((0, 3, 8), (4, 1, 7)), ((2, 2, 2), (5, 6, 1))]
+
+class Copies(NamedTuple):
+    """Source and destination blocks, in pages of a kind."""
+
+    src: tuple[int, ...]
+    dst: tuple[int, ...]
+    kind: str = "float32"
+
+
+COPIES = [Copies((), ()), Copies((3,), (0,)), Copies((0, 3, 8), (4, 1, 7)), Copies((2, 2, 2), (5, 6, 1))]
+SWAPS = [Copies((3, 1, 0), (7, 0, 8), kind) for kind in PAGE_KINDS]
 
 
 def pools(kind: str, num_blocks: int) -> tuple[Array, Array]:
     """K and V pools [L, num_blocks, ...] of 3 layers in a storage; a block's layout is no matter to a copy."""
     keys, values = normal(1, 3, num_blocks, 2, 8, 4), normal(2, 3, num_blocks, 2, 4, 8)
+    if kind == "int8":
+        return np.stack(list(map(int8_keys, keys))), np.stack(list(map(int8_values, values)))
     return store(keys, kind), store(values, kind)
 
 
-@cases([(kind, pairs) for kind in STORAGES for pairs in COPIES], [(kind, COPIES[2]) for kind in STORAGES])
-def test_copy_blocks(impl: Implementation, case: tuple[str, Any]) -> None:
+@cases(
+    [copies._replace(kind=kind) for kind in PAGE_KINDS for copies in COPIES],
+    [COPIES[2]._replace(kind=kind) for kind in PAGE_KINDS],
+)
+def test_copy_blocks(impl: Implementation, case: Copies) -> None:
     """In every layer of both caches the destinations become their sources, bit for bit, and nothing else changes."""
-    kind, (src, dst) = case
+    src, dst, kind = case
     hosts = pools(kind, 9)
     devices = [impl.array(host) for host in hosts]
     impl.run("copy_blocks", *devices, impl.array(np.array(src, np.int64)), impl.array(np.array(dst, np.int64)))
@@ -33,13 +46,12 @@ def test_copy_blocks(impl: Implementation, case: tuple[str, Any]) -> None:
         assert_same_bits(impl.host(device), expected)
 
 
-@each_implementation
-@pytest.mark.parametrize("kind", STORAGES)
-def test_swap_blocks(impl: Implementation, kind: str) -> None:
+@cases(SWAPS, SWAPS)
+def test_swap_blocks(impl: Implementation, case: Copies) -> None:
     """Blocks go to a pool of another size and back; the source stays as it is."""
-    small, large = pools(kind, 4)[0], pools(kind, 9)[0] * 0
+    small, large = pools(case.kind, 4)[0], pools(case.kind, 9)[0] * 0
     away, back = impl.array(large), impl.array(small)
-    there, here = (impl.array(np.array(blocks, np.int64)) for blocks in ((7, 0, 8), (3, 1, 0)))
+    there, here = impl.array(np.array(case.dst, np.int64)), impl.array(np.array(case.src, np.int64))
     impl.run("swap_blocks", impl.array(small), away, here, there)
     expected = large.copy()
     expected[:, [7, 0, 8]] = small[:, [3, 1, 0]]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers.kernels import (
     CPU,
+    PAGE_KINDS,
     REFERENCE,
-    STORAGES,
     Implementation,
     assert_close,
     assert_same_bits,
@@ -77,14 +77,14 @@ def test_odd_shapes(impl: Implementation, case: Problem) -> None:
 
 @cases(
     [
-        odd_problem(heads, dim, 16, 2, 257, kind=kind)
-        for kind in STORAGES
-        for heads, dim in (((4, 2), 64), ((3, 1), 33))
+        odd_problem(heads, dim, block_size, 2, 257, kind=kind)
+        for kind in PAGE_KINDS
+        for heads, dim, block_size in (((4, 2), 64, 16), ((3, 1), 33, 16), ((5, 5), 20, 1), ((7, 1), 5, 3))
     ],
-    [replace(SMALL[1], kind=kind) for kind in STORAGES],
+    [replace(SMALL[1], kind=kind) for kind in PAGE_KINDS],
 )
 def test_storages(impl: Implementation, case: Problem) -> None:
-    """Pages in 16 bits give what float32 pages with the same numbers give."""
+    """Pages in 16 bits, or in 8 with scales, give what float32 pages with the same numbers give."""
     compare(impl, case.attend, case.formula, 1e-5)
 
 
@@ -108,7 +108,7 @@ def test_window(impl: Implementation, case: Problem) -> None:
         for b in (1, 4, 16)
     ]
     + [replace(p, window=5, sinks=3) for p in odd_shapes()[::5]]
-    + [replace(MIXED, window=9, sinks=4, kind=kind, soft_cap=20.0) for kind in STORAGES],
+    + [replace(MIXED, window=9, sinks=4, kind=kind, soft_cap=20.0) for kind in PAGE_KINDS],
     [replace(SMALL[2], window=w, sinks=k, block_size=b) for w, k, b in ((3, 5, 4), (1, 1, 1), (20, 4, 16))],
 )
 def test_sinks(impl: Implementation, case: Problem) -> None:
@@ -126,13 +126,32 @@ def test_sinks_within_the_window_change_nothing(impl: Implementation, block_size
     assert np.abs(sinks[11] - whole.attend(impl)[11]).max() > 1e-3
 
 
-@each_implementation
-def test_window_of_one_is_the_value(impl: Implementation) -> None:
+@cases(
+    [Problem(contexts=(c,), queries=(c,), window=1, kind=kind) for c in range(1, 10) for kind in ("float32", "int8")],
+    [Problem(contexts=(c,), queries=(c,), window=1) for c in range(1, 10)],
+)
+def test_window_of_one_is_the_value(impl: Implementation, case: Problem) -> None:
     """A token that sees itself alone gets its own value, exactly (MP-51)."""
-    for context in range(1, 10):
-        problem = Problem(contexts=(context,), queries=(context,), window=1)
-        _, _, values = problem.numbers(0)
-        assert_same_bits(problem.attend(impl), np.repeat(values, 2, axis=1))
+    _, _, values = case.numbers(0)
+    assert_same_bits(case.attend(impl), np.repeat(values, 2, axis=1))
+
+
+@cases([("keys", 2), ("values", 2), ("keys", 1), ("values", 1)], [])
+def test_scales_are_read_where_they_belong(impl: Implementation, case: tuple[str, int]) -> None:
+    """A scale of NaN in an int8 page shows in the heads and the queries that see its token, and in no others."""
+    pages, token = case
+    problem = Problem(contexts=(3,), queries=(2,), kind="int8", block_size=2, kv_heads=2)
+    q, keys, values, tables, *rest = problem.arguments(impl)
+    clean, block, offset = problem.attend(impl), int(tables[0, token // 2]), token % 2
+    if pages == "keys":
+        keys[block, 1].reshape(-1)[8 * 2 + 4 * offset :][:4] = -1
+    else:
+        values[block, 1, offset, 8:] = -1
+    out = impl.array(np.zeros_like(clean))
+    impl.run("paged_attention", out, q, keys, values, tables, *rest)
+    is_wrong = np.isnan(impl.host(out)).all(axis=-1)
+    assert is_wrong.tolist() == [[False, False, token == 1, token == 1], [False, False, True, True]]
+    assert_same_bits(impl.host(out)[~is_wrong], clean[~is_wrong])
 
 
 @cases([0.5, 20.0, 50.0], [20.0])
@@ -146,7 +165,7 @@ def test_soft_cap(impl: Implementation, case: float) -> None:
     [
         replace(p, kind=kind)
         for p in (*SMALL, MIXED, replace(MIXED, window=5), replace(MIXED, window=5, sinks=3))
-        for kind in STORAGES
+        for kind in PAGE_KINDS
     ],
     [SMALL[1], replace(SMALL[2], window=3), replace(SMALL[2], window=3, sinks=5, block_size=4)],
 )
@@ -162,8 +181,10 @@ def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison
     [
         MIXED,
         replace(MIXED, window=7, kind="float16"),
+        replace(MIXED, window=7, kind="int8"),
         replace(MIXED, window=7, sinks=6),
         Problem(8, 1, 64, 16, (300,), (300,)),
+        Problem(3, 1, 33, 3, (300, 270), (2, 9), kind="int8"),
         Problem(3, 1, 16, 4, (400,), (300,), window=150),
     ],
     [SMALL[2], replace(SMALL[2], window=3, sinks=5)],
@@ -192,7 +213,7 @@ def problems(draw: st.DrawFn) -> Problem:
         window=(window := draw(st.sampled_from([0, 0, 1, 5, 64, 130]))),
         sinks=draw(st.sampled_from([0, 1, 4, 20])) if window else 0,
         soft_cap=draw(st.sampled_from([0.0, 30.0])),
-        kind=draw(st.sampled_from(STORAGES)),
+        kind=draw(st.sampled_from(PAGE_KINDS)),
         fill=np.nan,
     )
 

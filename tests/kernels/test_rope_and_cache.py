@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from helpers.kernels import (
+    PAGE_KINDS,
     STORAGES,
     Implementation,
     assert_same_bits,
@@ -103,20 +104,20 @@ def test_rotation(impl: Implementation, case: Shape) -> None:
 
 
 @cases(
-    [shape._replace(kind=kind) for shape in SHAPES for kind in STORAGES],
-    [SMALL_SHAPES[1]._replace(kind=kind) for kind in STORAGES],
+    [shape._replace(kind=kind) for shape in SHAPES for kind in PAGE_KINDS],
+    [SMALL_SHAPES[1]._replace(kind=kind) for kind in PAGE_KINDS],
 )
 def test_pages(impl: Implementation, case: Shape) -> None:
-    """Each token's rotated k and its v lie in its slot, rounded to nearest; no other slot has changed."""
+    """Each token's rotated k and its v lie in its slot, rounded to nearest, with their scales; no other slot has changed."""
     arrays = inputs(case)
     result = call(impl, case, arrays)
-    expected = store(np.ones((num_blocks(case), case.kv_heads, case.block_size, case.head_dim), np.float32), case.kind)
     slots = arrays[-1]
     places = slots // case.block_size, slice(None), slots % case.block_size
-    for pages, first in ((result.keys, case.heads), (result.values, case.heads + case.kv_heads)):
-        written = expected.copy()
-        written[places] = store(result.qkv[:, first : first + case.kv_heads], case.kind)
-        assert_same_bits(pages, written)
+    k, v = case.heads, case.heads + case.kv_heads
+    keys, values = np.ones((2, num_blocks(case), case.kv_heads, case.block_size, case.head_dim), np.float32)
+    keys[places], values[places] = result.qkv[:, k:v], result.qkv[:, v:]
+    assert_same_bits(result.keys, impl.plain_keys(impl.key_pages(keys, case.kind)))
+    assert_same_bits(result.values, impl.plain_values(impl.value_pages(values, case.kind)))
 
 
 @each_implementation
@@ -135,6 +136,34 @@ def test_rounding_of_special_numbers(impl: Implementation, kind: str) -> None:
     assert_same_bits(found[:-1], expected[:-1])
     nan = {"float32": np.isnan, "float16": np.isnan, "bfloat16": lambda bits: (bits & 0x7FFF) > 0x7F80}[kind]
     assert nan(found[-1])
+
+
+INT8_HEADS: list[tuple[list[float], float, list[int]]] = [  #: numbers, their scale, and codes where they are told
+    ([127, -127, 0.5, 1.5, -0.5, -2.5], 1, [127, -127, 0, 2, 0, -2]),
+    ([1e30, 1e28, -1e30, 0, 3e-40, -0.0], 1e30 / 127, [127, 1, -127, 0, 0, 0]),
+    ([3e38, -3e38, 2e38, 0, 0, 0], 3e38 / 127, [127, -127, 85, 0, 0, 0]),
+    ([2e-30, -2e-30, 1e-30, 0, 0, 0], 2e-30 / 127, [127, -127, 64, 0, 0, 0]),
+    ([1e-31, -1e-31, 1e-40, 0, 0, 0], 0, [0] * 6),
+    ([0, 0, 0, 0, 0, -0.0], 0, [0] * 6),
+    ([1, 2, np.nan, 3, 4, 5], np.nan, []),
+    ([1, np.inf, 2, 3, 4, 5], np.nan, []),
+    ([-np.inf, 1, 2, 3, 4, np.inf], np.nan, []),
+]
+
+
+@cases(INT8_HEADS, [])
+def test_int8_of_special_numbers(impl: Implementation, case: tuple[list[float], float, list[int]]) -> None:
+    """Ties go to even, the largest number is 127, what is next to nothing is 0, and what is not finite has a scale of NaN."""
+    numbers, scale, codes = case
+    shape = Shape(1, 1, 2, 6, 0, 2, "int8")
+    qkv, cos, sin, positions, _ = inputs(shape)
+    qkv[:, [2, 4]] = np.array(numbers, np.float32)  # k and v of head 1
+    result = call(impl, shape, (qkv, cos, sin, positions, np.array([3])))
+    key, value = result.keys[1, 1], result.values[1, 1, 1]
+    stored = np.ascontiguousarray(key.T)  # [D + 4, B]: codes, and then the scales of both tokens
+    for found, its_codes in ((stored[6:].reshape(-1)[4:], stored[:6, 1]), (value[6:], value[:6])):
+        np.testing.assert_allclose(found.copy().view(np.float32), [scale], rtol=1e-7)
+        assert not codes or its_codes.tolist() == codes
 
 
 @each_implementation

@@ -46,17 +46,30 @@ def paged_attention(
     where = q, q if sink_q is None else sink_q, as_numba(key_cache), as_numba(value_cache), block_size, block_tables
     sight = scale, window, soft_cap, num_sinks
     room = queries, scores, sums, softmax, seen, partial
-    _kernel(key_cache.dtype)(out, *where, context_lens, query_start, *sight, *room)
+    _kernel(key_cache.dtype, _tile(group), _lanes(block_size), _lanes(head_dim))(
+        out, *where, context_lens, query_start, *sight, *room
+    )
     _MERGE(out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
 
 
 @functools.cache
-def _kernel(dtype: np.dtype) -> Kernel:
+def _kernel(dtype: np.dtype, *constants: int) -> Kernel:
     page = f"{NUMBA_STORAGE[dtype]}[:, :, :, ::1]"
     inputs = f"float32[:, :, :], float32[:, :, :], {page}, {page}, int64, int32[:, :], {_LENGTHS}"
     sight = "float32, int64, float32, int64"
     room = "float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[:, :, ::1]"
-    return Kernel("attention:paged_attention", f"float32[:, :, :], {inputs}, {sight}, {room}, float32[:, ::1]")
+    signature = f"float32[:, :, :], {inputs}, {sight}, {room}, float32[:, ::1]"
+    return Kernel("attention:paged_attention_of", signature, *constants)
+
+
+def _lanes(size: int) -> int:
+    """The widest vector that divides a block or head size."""
+    return next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
+
+
+def _tile(group: int) -> int:
+    """Rows that are computed together: as many as divide the heads that share a kv head, which are the rows of a query."""
+    return next((rows for rows in (4, 3, 2) if group % rows == 0), 4)
 
 
 _ROOM = "float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, ::1]"

@@ -35,7 +35,10 @@ _engines: list[Any] = []  # what owns the code; never given back, since addresse
 def machine_code(kernel: Kernel) -> int:
     """The address of a kernel's code, which is compiled unless it is in the folder."""
     with _lock:
-        path = cache_folder() / f"{kernel.source.replace(':', '.')}-{_digest(kernel.signature)}.o"
+        path = (
+            cache_folder()
+            / f"{kernel.source.replace(':', '.')}-{_digest(repr((kernel.signature, kernel.constants)))}.o"
+        )
         with suppress(OSError, RuntimeError):  # it is not there, or was cut short by a full disk
             return _load(path.read_bytes())
         return _load(_compile(kernel, path))

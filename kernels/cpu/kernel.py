@@ -62,10 +62,14 @@ class Kernel:
     view of some columns counts as contiguous for one token and as strided for more.
     """
 
-    def __init__(self, source: str, signature: str) -> None:
-        """``source`` is "module:function" within ``native/``; it is imported only if it has to be compiled."""
+    def __init__(self, source: str, signature: str, *constants: int) -> None:
+        """``source`` is "module:function" within ``native/``; it is imported only if it has to be compiled.
+
+        With ``constants`` the function makes the one that is meant, for these numbers.
+        """
         self.source = source
         self.signature = signature
+        self.constants = constants
         self.parameters = tuple(map(Parameter.parse, re.findall(r"\w+(?:\[[^\]]*\])?", signature)))
 
     def words(self, args: tuple[Any, ...]) -> list[int]:
@@ -76,7 +80,8 @@ class Kernel:
     def function(self) -> Callable[..., None]:
         """The function in Python."""
         module, name = self.source.split(":")
-        function: Callable[..., None] = getattr(importlib.import_module(f".native.{module}", __package__), name)
+        found = getattr(importlib.import_module(f".native.{module}", __package__), name)
+        function: Callable[..., None] = found(*self.constants) if self.constants else found
         return function
 
     @functools.cached_property

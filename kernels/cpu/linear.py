@@ -8,6 +8,7 @@ import numpy as np
 
 from ..dtypes import STORAGE
 from ..ops import GROUP_SIZE, Array, PackedWeight
+from ..quantization import GROUP_KINDS
 from .kernel import Kernel
 from .team import current
 
@@ -46,7 +47,7 @@ def _stored(kind: str) -> str:
 def _embed_kernel(kind: str) -> Kernel:
     if kind in STORAGE:
         return Kernel("linear:embed", f"{_MATRIX}, {_stored(kind)}[:, :, ::1], int32[::1]")
-    return Kernel(f"linear:embed_{kind}", f"{_MATRIX}, {_RECORDS}, int32[::1]")
+    return Kernel("linear:embed_of", f"{_MATRIX}, {_RECORDS}, int32[::1]", GROUP_KINDS.index(kind))
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def _linear_kernel(kind: str) -> Kernel:
         return Kernel("linear:linear", f"{_MATRIX}, {_MATRIX}, {_stored(kind)}[:, :, ::1], float32[::1]")
     codes = np.dtype(_INPUT_CODES[kind][0]).name
     inputs = f"{codes}[:, ::1], {_MATRIX}, {_MATRIX}"
-    return Kernel(f"linear:linear_{kind}", f"{_MATRIX}, {inputs}, {_RECORDS}, float32[::1]")
+    return Kernel("linear:linear_of", f"{_MATRIX}, {inputs}, {_RECORDS}, float32[::1]", GROUP_KINDS.index(kind))
 
 
 @functools.cache

@@ -9,16 +9,15 @@ whichever others share its task, its step and its batch; and parts of a long con
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...ops import Array
 from .. import partition
-from .microkernel import multiply
-from .pages import read_ahead, scale_keys, scale_values
+from .attention_part import Pages, Room, Scoring, merge_row, reduce_of
 from .share import Share, inner, take
-from .softmax import exponentials
 
 part_size, run_length = inner(partition.part_size), inner(partition.run_length)
 
@@ -31,33 +30,6 @@ class Rows(NamedTuple):
     sink_q: Array
 
 
-class Pages(NamedTuple):
-    """The caches of a layer, [num_blocks, KVH, ...]; :mod:`.pages` knows the layout of a block."""
-
-    keys: Array
-    values: Array
-    block_size: int
-
-
-class Scoring(NamedTuple):
-    """What is done to a score before the softmax, how far back a token sees, and how many of the first tokens it sees."""
-
-    scale: float
-    window: int
-    soft_cap: float
-    num_sinks: int
-
-
-class Room(NamedTuple):
-    """Memory of one thread for one task of up to R rows."""
-
-    queries: Array  #: [R, D]
-    scores: Array  #: [R, part size]
-    sums: Array  #: [2, R, D]: of the parts so far, and of one part: weights times values
-    softmax: Array  #: [2, R, 2]: of the same, each row's largest score and the sum of its weights
-    seen: Array  #: [R, 2] int64: the first token that a row sees, and the one after the last
-
-
 class Run(NamedTuple):
     """Queries first .. end of a sequence, the first of which stands at ``position``."""
 
@@ -67,58 +39,64 @@ class Run(NamedTuple):
     position: int
 
 
-def paged_attention(
-    out: Array,
-    q: Array,
-    sink_q: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_size: int,
-    block_tables: Array,
-    context_lens: Array,
-    query_start: Array,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    num_sinks: int,
-    queries: Array,
-    scores: Array,
-    sums: Array,
-    softmax: Array,
-    seen: Array,
-    partial: Array,
-    share: Share,
-) -> None:
-    """See :class:`minipage.kernels.ops.Ops`; from ``queries`` on memory to work in, a slice a thread.
+def paged_attention_of(tile: int, token_lanes: int, dim_lanes: int) -> Callable[..., None]:
+    """The kernel for ``tile`` rows at once, and for block and head sizes that these lanes divide."""
+    reduce = reduce_of(tile, token_lanes, dim_lanes)
 
-    ``partial`` [n, D + 2] is for parts that are merged afterwards by :func:`merge`: sums, largest score, sum of weights.
-    """
-    rows = Rows(out, q, sink_q)
-    pages = Pages(key_cache, value_cache, block_size)
-    scoring = Scoring(scale, window, soft_cap, num_sinks)
-    thread = share[0]
-    room = Room(queries[thread], scores[thread], sums[thread], softmax[thread], seen[thread])
-    kv_heads = key_cache.shape[1]
-    length = run_length(q.shape[1] // kv_heads)
-    num_runs = _count_runs(query_start, length)
-    parts = parts_to_share(q.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
-    sequence = runs_before = 0
-    task = take(share, 1)
-    while task < num_runs * kv_heads * max(parts, 1):
-        run = task // (kv_heads * max(parts, 1))
-        while run >= runs_before + _runs_of(query_start, sequence, length):  # tasks are taken in ascending order
-            runs_before += _runs_of(query_start, sequence, length)
-            sequence += 1
-        first = query_start[sequence] + (run - runs_before) * length
-        end = min(first + length, query_start[sequence + 1])
-        # The queries of a sequence are the last tokens of its context.
-        here = Run(sequence, first, end, context_lens[sequence] - (query_start[sequence + 1] - first))
-        if parts > 0:
-            head, part = task // parts % kv_heads, task % parts
-            _attend_part(rows, pages, block_tables[sequence], scoring, here, head, part, parts, partial, room)
-        else:
-            _attend(rows, pages, block_tables[sequence], scoring, here, task % kv_heads, room)
+    def paged_attention(
+        out: Array,
+        q: Array,
+        sink_q: Array,
+        key_cache: Array,
+        value_cache: Array,
+        block_size: int,
+        block_tables: Array,
+        context_lens: Array,
+        query_start: Array,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        num_sinks: int,
+        queries: Array,
+        scores: Array,
+        sums: Array,
+        softmax: Array,
+        seen: Array,
+        partial: Array,
+        share: Share,
+    ) -> None:
+        """See :class:`minipage.kernels.ops.Ops`; from ``queries`` on memory to work in, a slice a thread.
+
+        ``partial`` [n, D + 2] is for parts that are merged afterwards by :func:`merge`: sums, largest score, sum of weights.
+        """
+        rows = Rows(out, q, sink_q)
+        pages = Pages(key_cache, value_cache, block_size)
+        scoring = Scoring(scale, window, soft_cap, num_sinks)
+        thread = share[0]
+        room = Room(queries[thread], scores[thread], sums[thread], softmax[thread], seen[thread])
+        kv_heads = key_cache.shape[1]
+        length = run_length(q.shape[1] // kv_heads)
+        num_runs = _count_runs(query_start, length)
+        parts = parts_to_share(q.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
+        sequence = runs_before = 0
         task = take(share, 1)
+        while task < num_runs * kv_heads * max(parts, 1):
+            run = task // (kv_heads * max(parts, 1))
+            while run >= runs_before + _runs_of(query_start, sequence, length):  # tasks are taken in ascending order
+                runs_before += _runs_of(query_start, sequence, length)
+                sequence += 1
+            first = query_start[sequence] + (run - runs_before) * length
+            end = min(first + length, query_start[sequence + 1])
+            # The queries of a sequence are the last tokens of its context.
+            here = Run(sequence, first, end, context_lens[sequence] - (query_start[sequence + 1] - first))
+            table = block_tables[sequence]
+            part = task % parts if parts > 0 else -1
+            _attend(
+                reduce, rows, pages, table, scoring, here, task // max(parts, 1) % kv_heads, part, parts, partial, room
+            )
+            task = take(share, 1)
+
+    return paged_attention
 
 
 @inner
@@ -135,11 +113,24 @@ def _count_runs(query_start: Array, length: int) -> int:
     return count
 
 
-# ---- a task whole ------------------------------------------------------------------------------------------------------
+# ---- a task ------------------------------------------------------------------------------------------------------------
 
 
 @inner
-def _attend(rows: Rows, pages: Pages, table: Array, scoring: Scoring, run: Run, head: int, room: Room) -> None:
+def _attend(
+    reduce: Callable[..., None],
+    rows: Rows,
+    pages: Pages,
+    table: Array,
+    scoring: Scoring,
+    run: Run,
+    head: int,
+    part: int,
+    parts: int,
+    partial: Array,
+    room: Room,
+) -> None:
+    """A run of queries and a kv head, whole; or, if ``part`` is not negative, one of its ``parts``, left in ``partial``."""
     group = rows.q.shape[1] // pages.keys.shape[1]
     num_rows = (run.end - run.first) * group
     head_dim = rows.q.shape[2]
@@ -151,13 +142,26 @@ def _attend(rows: Rows, pages: Pages, table: Array, scoring: Scoring, run: Run, 
             sums[row, d] = 0
     for section in range(0 if scoring.num_sinks > 0 else 1, 2):  # the sinks, and then the window
         _take_queries(rows, scoring, run, head, group, section, room)
-        begin, stop = room.seen[0, 0], room.seen[num_rows - 1, 1]
-        for start in range(begin // size * size, stop, size):
-            _reduce(pages, head, table, scoring, num_rows, head_dim, start, min(start + size, stop), room)
+        begin, stop = room.seen[0, 0] // size * size, room.seen[num_rows - 1, 1]
+        if part >= 0:
+            begin, stop = max(begin, part * size), min(stop, (part + 1) * size)
+        for start in range(begin, stop, size):
+            reduce(pages, head, table, scoring, num_rows, head_dim, start, min(start + size, stop), room)
             for row in range(num_rows):
-                _merge_row(sums[row], softmax[row], room.sums[1, row], room.softmax[1, row, 0], room.softmax[1, row, 1])
+                merge_row(sums[row], softmax[row], room.sums[1, row], room.softmax[1, row, 0], room.softmax[1, row, 1])
     for row in range(num_rows):
-        _write(rows.out[run.first + row // group, head * group + row % group], sums[row], softmax[row, 1])
+        query, query_head = run.first + row // group, head * group + row % group
+        if part < 0:
+            _write(rows.out[query, query_head], sums[row], softmax[row, 1])
+        else:
+            _save(partial[(query * rows.q.shape[1] + query_head) * parts + part], sums[row], softmax[row])
+
+
+@inner
+def _save(entry: Array, sums: Array, softmax: Array) -> None:
+    for d in range(len(sums)):
+        entry[d] = sums[d]
+    entry[len(sums)], entry[len(sums) + 1] = softmax[0], softmax[1]
 
 
 @inner
@@ -179,121 +183,9 @@ def _take_queries(rows: Rows, scoring: Scoring, run: Run, head: int, group: int,
 
 
 @inner
-def _merge_row(sums: Array, softmax: Array, part_sums: Array, part_largest: Any, part_total: Any) -> None:
-    """Take a part's sums and softmax into those of the parts before it."""
-    if part_total == 0:
-        return
-    if softmax[1] == 0:
-        softmax[0], softmax[1] = part_largest, part_total
-        for d in range(len(sums)):
-            sums[d] = part_sums[d]
-        return
-    largest = max(softmax[0], part_largest)
-    old, new = np.float32(np.exp(softmax[0] - largest)), np.float32(np.exp(part_largest - largest))
-    softmax[0], softmax[1] = largest, softmax[1] * old + part_total * new
-    for d in range(len(sums)):
-        sums[d] = sums[d] * old + part_sums[d] * new
-
-
-@inner
 def _write(out: Array, sums: Array, total: Any) -> None:
     for d in range(len(out)):
         out[d] = sums[d] / total
-
-
-# ---- a part of a task --------------------------------------------------------------------------------------------------
-
-
-@inner
-def _reduce(
-    pages: Pages,
-    head: int,
-    table: Array,
-    scoring: Scoring,
-    num_rows: int,
-    head_dim: int,
-    start: int,
-    stop: int,
-    room: Room,
-) -> None:
-    """Sums and softmax of the tokens start .. stop, which lie within one part, to the second half of ``room``."""
-    block_size = pages.block_size
-    scores, sums, softmax = room.scores, room.sums[1], room.softmax[1]
-    first, last = max(start, room.seen[0, 0]) // block_size, (stop - 1) // block_size
-    for block in range(first, last + 1):
-        page, column = pages.keys[table[block], head], block * block_size - start
-        ahead = read_ahead(page, pages.keys[table[min(block + 1, last)], head])
-        _score(num_rows, room.queries, page[:head_dim], scores[:, column : column + block_size], ahead)
-        scale_keys(page, scores[:num_rows, column : column + block_size], head_dim, block_size)
-    for row in range(num_rows):
-        low, high = max(room.seen[row, 0], start) - start, min(room.seen[row, 1], stop) - start
-        softmax[row, 0], softmax[row, 1] = 0, 0
-        if low < high:
-            if scoring.soft_cap > 0:
-                _cap(scores[row, low:high], scoring.scale, scoring.soft_cap)
-            scale = np.float32(1) if scoring.soft_cap > 0 else scoring.scale
-            softmax[row, 0], softmax[row, 1] = exponentials(scores[row, low:high], scale)
-        for d in range(head_dim):
-            sums[row, d] = 0
-    for block in range(first, last + 1):
-        page, column = pages.values[table[block], head], block * block_size - start
-        ahead = read_ahead(page, pages.values[table[min(block + 1, last)], head])
-        scale_values(page, scores[:num_rows, column : column + block_size], head_dim, block_size)
-        _add_values(num_rows, sums, scores[:, column:], page[:, :head_dim], room.seen, block * block_size, ahead)
-
-
-@inner
-def _cap(scores: Array, scale: Any, soft_cap: Any) -> None:
-    for t in range(len(scores)):
-        scores[t] = soft_cap * np.float32(np.tanh(scores[t] * scale / soft_cap))
-
-
-@inner
-def _score(num_rows: int, queries: Array, keys: Array, scores: Array, ahead: int) -> None:
-    """scores [rows, B] = queries [rows, D] @ keys [D, B]."""
-    columns, row = keys.shape[1], 0
-    while row + 4 <= num_rows:
-        multiply(4, columns, False, queries[row:], keys, scores[row:], ahead)
-        row += 4
-    left = num_rows - row
-    if left == 3:
-        multiply(3, columns, False, queries[row:], keys, scores[row:], ahead)
-    elif left == 2:
-        multiply(2, columns, False, queries[row:], keys, scores[row:], ahead)
-    elif left == 1:
-        multiply(1, columns, False, queries[row:], keys, scores[row:], ahead)
-
-
-@inner
-def _add_values(num_rows: int, sums: Array, weights: Array, values: Array, seen: Array, start: int, ahead: int) -> None:
-    """Add weights @ values of the block that begins at token ``start`` to the sums of the rows.
-
-    Each row takes the tokens that it sees: a slot that it does not see may hold NaN, which no weight of 0 would undo.
-    """
-    row = 0
-    while row < num_rows:
-        count = min(4, num_rows - row)
-        first, end = max(seen[row, 0] - start, 0), min(seen[row, 1] - start, len(values))
-        alike = 1
-        while alike < count and (
-            max(seen[row + alike, 0] - start, 0) == first and min(seen[row + alike, 1] - start, len(values)) == end
-        ):
-            alike += 1
-        if first < end:
-            _weigh(alike, weights[row:, first:end], values[first:end], sums[row:], ahead)
-        row += alike
-
-
-@inner
-def _weigh(count: int, weights: Array, values: Array, sums: Array, ahead: int) -> None:
-    if count == 4:
-        multiply(4, values.shape[1], True, weights, values, sums, ahead)
-    elif count == 3:
-        multiply(3, values.shape[1], True, weights, values, sums, ahead)
-    elif count == 2:
-        multiply(2, values.shape[1], True, weights, values, sums, ahead)
-    else:
-        multiply(1, values.shape[1], True, weights, values, sums, ahead)
 
 
 # ---- parts on many threads ---------------------------------------------------------------------------------------------
@@ -325,36 +217,6 @@ def parts_to_share(
     return parts if fits and parts > 1 else 0
 
 
-@inner
-def _attend_part(
-    rows: Rows,
-    pages: Pages,
-    table: Array,
-    scoring: Scoring,
-    run: Run,
-    head: int,
-    part: int,
-    parts: int,
-    partial: Array,
-    room: Room,
-) -> None:
-    group = rows.q.shape[1] // pages.keys.shape[1]
-    num_rows = (run.end - run.first) * group
-    head_dim = rows.q.shape[2]
-    start = part * part_size(pages.block_size)
-    _take_queries(rows, scoring, run, head, group, 1, room)
-    stop = min(start + part_size(pages.block_size), room.seen[num_rows - 1, 1])
-    is_seen = room.seen[0, 0] < stop and start < stop
-    if is_seen:
-        _reduce(pages, head, table, scoring, num_rows, head_dim, start, stop, room)
-    for row in range(num_rows):
-        entry = partial[((run.first + row // group) * rows.q.shape[1] + head * group + row % group) * parts + part]
-        for d in range(head_dim):
-            entry[d] = room.sums[1, row, d] if is_seen else np.float32(0)
-        entry[head_dim] = room.softmax[1, row, 0] if is_seen else np.float32(0)
-        entry[head_dim + 1] = room.softmax[1, row, 1] if is_seen else np.float32(0)
-
-
 def merge(
     out: Array,
     kv_heads: int,
@@ -381,6 +243,6 @@ def merge(
             total[d] = 0
         for part in range(parts):
             entry = partial[row * parts + part]
-            _merge_row(total, state, entry[:head_dim], entry[head_dim], entry[head_dim + 1])
+            merge_row(total, state, entry[:head_dim], entry[head_dim], entry[head_dim + 1])
         _write(out[row // out.shape[1], row % out.shape[1]], total, state[1])
         row = take(share, 1)

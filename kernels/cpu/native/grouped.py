@@ -17,15 +17,14 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ...ops import GROUP_SIZE, Array
-from ...quantization import INT4_ZERO
+from ...quantization import GROUP_KINDS, INT4_ZERO
 from ..records import PANEL, PER_GROUP, RECORD_BYTES, unpack_panel
 from . import dot, vector
 from .microkernel import Matrix, fused_multiply_add
 from .share import inner
 from .vector import BYTE, FLOAT, HALF, INT, Builder, Value, long
 
-KINDS = ("int8", "int4", "int4_symmetric")
-INT8, INT4, INT4_SYMMETRIC = range(3)
+INT8, INT4, INT4_SYMMETRIC = range(3)  #: places in GROUP_KINDS
 
 _HALVES = (0, 1)  #: a panel is two vectors of 8 outputs
 _AHEAD = 1024  #: bytes that are fetched ahead: memory is read in time, and a panel is one stream
@@ -35,7 +34,7 @@ def _multiply_in_python(
     kind: int, rows: int, codes: Array, scales: Array, sums: Array, records: Array, out: Array
 ) -> None:
     """What :data:`multiply_groups` computes, for reading and for NUMBA_DISABLE_JIT=1."""
-    weights = unpack_panel(KINDS[kind], records[None])
+    weights = unpack_panel(GROUP_KINDS[kind], records[None])
     total = np.zeros((rows, PANEL), np.float32)
     for g in range(len(records)):
         x = codes[:rows, g * GROUP_SIZE : (g + 1) * GROUP_SIZE].astype(np.int32)
@@ -70,7 +69,7 @@ def _multiply_compiled(
 
 #: ``multiply_groups(kind, rows, codes, scales, sums, records, out)``: out [rows, 16] = x @ panel.
 #:
-#: ``kind`` (a place in KINDS) and ``rows`` are literals. x is quantised: codes [.., 32 G] int16 or int8, scales [.., G] and
+#: ``kind`` (a place in GROUP_KINDS) and ``rows`` are literals. x is quantised: codes [.., 32 G] int16 or int8, scales [.., G] and
 #: sums [.., G] (of the codes) float32. records uint8 [G, bytes] are one panel, out float32 [.., >= 16].
 multiply_groups = _multiply_in_python if numba.config.DISABLE_JIT else _multiply_compiled
 
@@ -103,7 +102,7 @@ class _Tile:
         """Add the products of one group of inputs."""
         b = self.b
         record = b.gep(self.records.data, [self.records.offset(b, group, long(0))])
-        for line in range(0, RECORD_BYTES[KINDS[self.kind]], 64):
+        for line in range(0, RECORD_BYTES[GROUP_KINDS[self.kind]], 64):
             vector.prefetch(b, record, long(_AHEAD + line))
         inputs = [
             b.gep(self.codes.data, [self.codes.offset(b, long(m), b.mul(group, long(GROUP_SIZE)))]) for m in self.rows

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ...ops import GROUP_SIZE, Array
 from ..records import PANEL
-from .grouped import INT4, INT4_SYMMETRIC, INT8, decode, multiply_groups
+from .grouped import decode, multiply_groups
 from .microkernel import multiply
 from .share import Share, inner, part, take
 from .stack import floats
@@ -65,7 +65,7 @@ def _rows_of_floats(rows: int) -> Callable[..., None]:
     @inner
     def run(out: Array, x: Array, panel: Array, bias: Array, p: int) -> None:
         tile = floats(rows, PANEL)
-        multiply(rows, PANEL, False, x, panel, tile, _AHEAD)
+        multiply(rows, PANEL, PANEL, False, x, panel, tile, _AHEAD)
         _write(out, tile, bias, p)
 
     return run
@@ -86,7 +86,8 @@ def embed(out: Array, panels: Array, token_ids: Array, share: Share) -> None:
 # ---- quantised weights -------------------------------------------------------------------------------------------------
 
 
-def _linear_of(kind: int) -> Callable[..., None]:
+def linear_of(kind: int) -> Callable[..., None]:
+    """The kernel for a kind, a place in GROUP_KINDS."""
     four_rows, two_rows, one_row = _rows_of_codes(kind, 4), _rows_of_codes(kind, 2), _rows_of_codes(kind, 1)
 
     def linear_quantized(
@@ -121,7 +122,9 @@ def _rows_of_codes(kind: int, rows: int) -> Callable[..., None]:
     return run
 
 
-def _embed_of(kind: int) -> Callable[..., None]:
+def embed_of(kind: int) -> Callable[..., None]:
+    """The kernel for a kind, a place in GROUP_KINDS."""
+
     def embed_quantized(out: Array, records: Array, token_ids: Array, share: Share) -> None:
         """out [T, K] = rows ``token_ids`` of the weights."""
         first, last = part(len(token_ids), share)
@@ -131,7 +134,3 @@ def _embed_of(kind: int) -> Callable[..., None]:
                 out[t, k] = decode(kind, records[panel, k // GROUP_SIZE], lane, k % GROUP_SIZE)
 
     return embed_quantized
-
-
-linear_int8, linear_int4, linear_int4_symmetric = map(_linear_of, (INT8, INT4, INT4_SYMMETRIC))
-embed_int8, embed_int4, embed_int4_symmetric = map(_embed_of, (INT8, INT4, INT4_SYMMETRIC))

@@ -24,10 +24,11 @@ from .vector import FLOAT, Builder, Value, long
 _SPAN = 64  #: products that are added one after the other before their sum joins the total
 _AT_ONCE = 4  #: products of a span that a loop has written out
 _CHAINS = 4  #: spans that one row works on side by side
-_LANES = (16, 4, 1)  #: widths of the tiles that a row of columns is covered with
 
 
-def _multiply_in_python(rows: int, columns: int, accumulate: bool, x: Array, w: Array, out: Array, ahead: int) -> None:
+def _multiply_in_python(
+    rows: int, lanes: int, columns: int, accumulate: bool, x: Array, w: Array, out: Array, ahead: int
+) -> None:
     """What :data:`multiply` computes, for reading and for NUMBA_DISABLE_JIT=1."""
     total = out[:rows, :columns] if accumulate else np.zeros((rows, columns), np.float32)
     for start in range(0, len(w), _SPAN):
@@ -45,42 +46,40 @@ def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _multiply_compiled(
-    context: Any, rows: Any, columns: Any, accumulate: Any, x: Any, w: Any, out: Any, ahead: Any
+    context: Any, rows: Any, lanes: Any, columns: Any, accumulate: Any, x: Any, w: Any, out: Any, ahead: Any
 ) -> Any:
     """What :data:`multiply` computes, as LLVM vector code; made for each combination of literals and storage in use."""
+    # A panel is long, and has a few rows too few sums for the machine to be busy while it waits for one: let them work on
+    # several spans, and write out several steps of the loop.
     is_panel = isinstance(columns, types.Literal)
-    widths = (columns.literal_value,) if is_panel else _LANES
-    # A few rows have too few sums for the machine to be busy while it waits for one: let them work on several spans.
     chains = max(1, _CHAINS // rows.literal_value) if is_panel else 1
+    width = lanes.literal_value
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
-        x, w, out = (Matrix.of(context, builder, signature.args[i], args[i]) for i in (3, 4, 5))
-        start = long(0)
-        for lanes in widths:
-            stop = builder.and_(args[1], long(-lanes))
-            with vector.count_up(builder, start, stop, lanes) as column:
-                tile = Tile(builder, rows.literal_value, lanes, x, w, column, args[6])
-                tile.begin(out if accumulate.literal_value else None)
-                together = long(chains * _SPAN)
-                whole = builder.mul(builder.sdiv(w.rows, together), together)
-                if chains > 1:
-                    with vector.count_up(builder, long(0), whole, chains * _SPAN) as first:
-                        tile.add_spans(first, long(_SPAN), chains)
-                with vector.count_up(builder, whole if chains > 1 else long(0), w.rows, _SPAN) as first:
-                    tile.add_spans(first, vector.smaller(builder, builder.sub(w.rows, first), long(_SPAN)), 1)
-                tile.store(out)
-            start = stop
+        x, w, out = (Matrix.of(context, builder, signature.args[i], args[i]) for i in (4, 5, 6))
+        num_columns = long(columns.literal_value) if is_panel else args[2]
+        with vector.count_up(builder, long(0), num_columns, width) as column:
+            tile = Tile(builder, rows.literal_value, width, x, w, column, args[7], _AT_ONCE if is_panel else 1)
+            tile.begin(out if accumulate.literal_value else None)
+            together = long(chains * _SPAN)
+            whole = builder.mul(builder.sdiv(w.rows, together), together) if chains > 1 else long(0)
+            if chains > 1:
+                with vector.count_up(builder, long(0), whole, chains * _SPAN) as first:
+                    tile.add_spans(first, long(_SPAN), chains)
+            with vector.count_up(builder, whole, w.rows, _SPAN) as first:
+                tile.add_spans(first, vector.smaller(builder, builder.sub(w.rows, first), long(_SPAN)), 1)
+            tile.store(out)
         return context.get_dummy_value()
 
-    return types.void(rows, columns if is_panel else types.int64, accumulate, x, w, out, types.int64), generate
+    return types.void(rows, lanes, columns, accumulate, x, w, out, types.int64), generate
 
 
-#: ``multiply(rows, columns, accumulate, x, w, out, ahead)``: out[m, n] = sum over k of x[m, k] * w[k, n], each product fused.
+#: ``multiply(rows, lanes, columns, accumulate, x, w, out, ahead)``: out[m, n] = sum over k of x[m, k] * w[k, n], each fused.
 #:
 #: For m < ``rows`` of x [.., >= K] and out, both float32, all k of w [K, ..] in any storage that :mod:`.vector` loads, and
-#: n < ``columns``. The arrays may be strided but for their last axis. ``accumulate`` adds to what out holds. ``rows``
-#: and ``accumulate`` must be literals; ``columns`` may be one, a power of two that vector code is made for. While a row of w
-#: is used, that which lies ``ahead`` bytes from it is fetched (0: nothing is).
+#: n < ``columns``, a multiple of ``lanes``. The arrays may be strided but for their last axis. ``accumulate`` adds to what out
+#: holds. ``rows``, ``lanes`` (a power of two) and ``accumulate`` must be literals; ``columns`` is one for a panel. While a row
+#: of w is used, that which lies ``ahead`` bytes from it is fetched (0: nothing is).
 multiply = _multiply_in_python if numba.config.DISABLE_JIT else _multiply_compiled
 
 
@@ -110,10 +109,10 @@ class Tile:
     """Some rows by some neighbouring columns of the product: one vector a row for the total, and one for each span."""
 
     def __init__(
-        self, builder: Builder, rows: int, lanes: int, x: Matrix, w: Matrix, column: Value, ahead: Value
+        self, builder: Builder, rows: int, lanes: int, x: Matrix, w: Matrix, column: Value, ahead: Value, at_once: int
     ) -> None:
         self._b, self._rows, self._lanes = builder, range(rows), lanes
-        self._x, self._w, self._column, self._ahead = x, w, column, ahead
+        self._x, self._w, self._column, self._ahead, self._at_once = x, w, column, ahead, at_once
         self._zero = vector.constant(FLOAT, lanes, 0.0)
         self._totals = [cgutils.alloca_once(builder, self._zero.type) for _ in self._rows]
 
@@ -133,8 +132,9 @@ class Tile:
         for span in sums:
             for total in span:
                 b.store(self._zero, total)
-        even = b.and_(length, long(-_AT_ONCE))
-        for start, stop, step in ((long(0), even, _AT_ONCE), (even, length, 1)):
+        even = b.and_(length, long(-self._at_once))
+        loops = [(long(0), even, self._at_once), (even, length, 1)] if self._at_once > 1 else [(long(0), length, 1)]
+        for start, stop, step in loops:
             with vector.count_up(b, start, stop, step) as i:
                 for k in (b.add(b.add(first, i), long(j)) for j in range(step)):
                     for c, span in enumerate(sums):

@@ -11,7 +11,7 @@ import pytest
 from helpers.models import history_model, history_tensors
 
 from minipage import LLM
-from minipage.inspection import SHAREGPT_MEAN_LENGTHS, inspect_model
+from minipage.inspection import SHAREGPT_MEAN_LENGTHS, ModelReport, inspect_model
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -30,10 +30,18 @@ def test_inspect_agrees_with_what_is_allocated(tmp_path: Path) -> None:
         report = inspect_model(path, **keywords)
         with LLM(path, quantization=quantization, kv_cache_memory="1MB", **keywords) as llm:
             assert report.weight_bytes[quantization or dtype] == llm.info.weight_bytes
-            assert report.kv_shape == llm.info.kv_shape
-            capacity = report.capacity(10**6, length=100)
-            assert capacity.num_blocks == llm.stats().num_blocks
-            assert capacity.num_tokens * report.kv_shape.bytes_per_token == llm.info.kv_cache_bytes
+            assert_agrees(report, llm)
+    keywords = {"device": "cpu", "dtype": "float32", "block_size": 8, "kv_cache_dtype": "int8"}
+    with LLM(path, kv_cache_memory="1MB", **keywords) as llm:
+        assert_agrees(inspect_model(path, **keywords), llm)
+
+
+def assert_agrees(report: ModelReport, llm: LLM) -> None:
+    """The KV cache of 1 MB is what the report says."""
+    assert report.kv_shape == llm.info.kv_shape
+    capacity = report.capacity(10**6, length=100)
+    assert capacity.num_blocks == llm.stats().num_blocks
+    assert capacity.num_tokens * report.kv_shape.bytes_per_token == llm.info.kv_cache_bytes
 
 
 def test_inspect_counts_parameters_and_dtypes(tmp_path: Path) -> None:

@@ -36,9 +36,12 @@ def open_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def is_poisoned(llm: LLM, block: int) -> bool:
-    """Whether a block holds NaN and nothing else, in all layers, K and V."""
+    """Whether a block holds NaN and nothing else, in all layers, K and V; in int8 that all scales are NaN."""
     kv = llm.engine.runner.kv
     pages = np.concatenate([kv.key[:, block].ravel(), kv.value[:, block].ravel()])
+    if pages.dtype == np.int8:
+        scales = kv.key[:, block, :, 8:].reshape(2, 2, 16), kv.value[:, block, :, :, 8:]
+        return all(bool(np.isnan(each.copy().view(np.float32)).all()) for each in scales)
     return bool(np.all(pages == 0x7FC0) if pages.dtype == np.uint16 else np.all(np.isnan(pages)))
 
 
@@ -63,6 +66,7 @@ def test_only_where_it_is_asked_for(history: Folders, monkeypatch: pytest.Monkey
         {"preemption_mode": "swap", "swap_space": "1MiB"},
         {"sliding_window": 6},
         {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8", "preemption_mode": "swap", "swap_space": "1MiB"},
     ],
     ids=str,
 )
@@ -201,10 +205,10 @@ def test_books_are_checked_after_each_step(history: Folders, monkeypatch: pytest
 # ---- poison --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_what_nobody_can_reach_is_poisoned(history: Folders, dtype: str) -> None:
     """Never used, freed and evicted blocks hold NaN once another step runs; held and cached ones hold what they should."""
-    with open_llm(history(SEED), device="reference", dtype=dtype, num_blocks=8) as llm:
+    with open_llm(history(SEED), device="reference", kv_cache_dtype=dtype, num_blocks=8) as llm:
         llm.generate(
             [PROMPT], greedy_params(1), use_tqdm=False
         )  # 14 tokens: three full blocks, which stay, and a partial one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,12 @@ from hypothesis import strategies as st
 
 from minipage import LLM, SamplingParams
 
-DTYPES = ("float32", "bfloat16")
+#: Storages of weights and of K and V, as keywords of LLM.
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8 KV": {"dtype": "float32", "kv_cache_dtype": "int8"},
+}
 CROWD = 33
 ROOMY: dict[str, Any] = {"device": "cpu", "block_size": 4, "num_blocks": 600, "max_num_batched_tokens": 2048}
 
@@ -78,13 +84,12 @@ def solo(history: Callable[[int], Path]) -> Iterator[Solo]:
     llms: dict[tuple[int, str], LLM] = {}
 
     @cache
-    def run(seed: int, dtype: str, i: int) -> Result:
-        if (seed, dtype) not in llms:
-            llms[seed, dtype] = LLM(
-                str(history(seed)), dtype=dtype, num_threads=1, enable_prefix_caching=False, **ROOMY
-            )
+    def run(seed: int, kind: str, i: int) -> Result:
+        if (seed, kind) not in llms:
+            settings = ROOMY | KINDS[kind]
+            llms[seed, kind] = LLM(str(history(seed)), num_threads=1, enable_prefix_caching=False, **settings)
         ask = crowd(seed)[i] if i >= 0 else squeeze(seed)[i]
-        return ask_all(llms[seed, dtype], [ask])[0]
+        return ask_all(llms[seed, kind], [ask])[0]
 
     yield run
     for llm in llms.values():
@@ -92,21 +97,23 @@ def solo(history: Callable[[int], Path]) -> Iterator[Solo]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("budget", [1, 5, 64, 2048])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [*itertools.product(("float32", "bfloat16"), (1, 5, 64, 2048)), ("int8 KV", 5), ("int8 KV", 2048)],
+)
 def test_batches_and_budgets(
-    history: Callable[[int], Path], solo: Solo, dtype: str, budget: int, num_threads: int
+    history: Callable[[int], Path], solo: Solo, kind: str, budget: int, num_threads: int
 ) -> None:
     """Alone and in batches of 2, 8 and 33, with any token budget and number of threads, prefix cache on or off."""
     seed = models.SAFE_SEEDS[budget % 3]
-    settings = ROOMY | {"dtype": dtype, "num_threads": num_threads, "max_num_batched_tokens": budget}
+    settings = ROOMY | KINDS[kind] | {"num_threads": num_threads, "max_num_batched_tokens": budget}
     for caching in (False, True):
         with LLM(str(history(seed)), enable_prefix_caching=caching, **settings) as llm:
             start = 0
             for size in (1, 2, 8, 33):
                 members = [i % CROWD for i in range(start, start + size)]
                 found = ask_all(llm, [crowd(seed)[i] for i in members])
-                assert found == [solo(seed, dtype, i) for i in members]
+                assert found == [solo(seed, kind, i) for i in members]
                 start += size
             assert (llm.stats().prefix_cache_hit_tokens > 0) == caching
             assert_idle_and_whole(llm)
@@ -114,20 +121,20 @@ def test_batches_and_budgets(
 
 @pytest.mark.parametrize("seed", models.SAFE_SEEDS)
 @pytest.mark.parametrize("mode", ["recompute", "recompute, cached", "swap"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted(history: Callable[[int], Path], solo: Solo, dtype: str, mode: str, seed: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted(history: Callable[[int], Path], solo: Solo, kind: str, mode: str, seed: int) -> None:
     """Preempted and computed again, or swapped out and in: no trace in tokens or logprobs."""
     swap = {"preemption_mode": "swap", "swap_space": "1MiB"} if mode == "swap" else {}
     with LLM(
         str(history(seed)),
         device="cpu",
-        dtype=dtype,
         num_threads=1 + seed % 2,
         enable_prefix_caching="cached" in mode,
+        **KINDS[kind],
         **TIGHT,
         **swap,
     ) as llm:
-        assert ask_all(llm, squeeze(seed)) == [solo(seed, dtype, i) for i in range(-4, 0)]
+        assert ask_all(llm, squeeze(seed)) == [solo(seed, kind, i) for i in range(-4, 0)]
         assert llm.stats().preemptions > 0
         assert_idle_and_whole(llm)
 
@@ -139,6 +146,7 @@ def test_preempted(history: Callable[[int], Path], solo: Solo, dtype: str, mode:
     num_blocks=st.integers(13, 40),
     max_num_seqs=st.integers(1, 8),
     caching=st.booleans(),
+    kind=st.sampled_from(["float32", "int8 KV"]),
 )
 def test_any_mix(
     history: Callable[[int], Path],
@@ -148,18 +156,19 @@ def test_any_mix(
     num_blocks: int,
     max_num_seqs: int,
     caching: bool,
+    kind: str,
 ) -> None:
     """Whoever comes when, whatever the budget, the pool and the number of seats: each gets what it gets alone."""
     seed = 3
     llm = LLM(
         str(history(seed)),
         device="cpu",
-        dtype="float32",
         block_size=4,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
+        **KINDS[kind],
     )
     with llm:
         found = {}
@@ -170,5 +179,5 @@ def test_any_mix(
             found |= {out.request_id: out for out in llm.engine.step()}
         found |= run_to_end(llm)
         for name, (i, _) in enumerate(arrivals):
-            assert result(found[str(name)].outputs[0]) == solo(seed, "float32", i)
+            assert result(found[str(name)].outputs[0]) == solo(seed, kind, i)
         assert_idle_and_whole(llm)

@@ -69,6 +69,7 @@ def test_blocks_waste_little_where_a_static_cache_wastes_most() -> None:
 def test_pages_take_what_their_shape_says() -> None:
     """The bytes that sizes are planned with are the bytes of the arrays."""
     device = open_device("reference")
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype, size in (("float32", 4 * 8), ("bfloat16", 2 * 8), ("float16", 2 * 8), ("int8", 8 + 4)):
         shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
         assert KVCache(device, shape, 7).nbytes == 7 * shape.bytes_per_block == 28 * shape.bytes_per_token
+        assert shape.bytes_per_token == 2 * 3 * 2 * size

@@ -73,6 +73,8 @@ def assert_refused(llm: LLM, path: Path, match: str) -> str:
         {},
         {"dtype": "bfloat16"},
         {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int8", "device": "reference"},
         {"sliding_window": 8},
         {"device": "reference", "dtype": "float16"},
     ],
@@ -229,6 +231,7 @@ def test_loaded_blocks_are_evicted_tail_first(history: Folders, saved: Path) -> 
     [
         ({"block_size": 8}, ["block_size is 4 in the file and 8 here"]),
         ({"kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype is 'float32' in the file and 'bfloat16' here"]),
+        ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype is 'float32' in the file and 'int8' here"]),
         ({"sliding_window": 8}, ["groups is [[0, 0]] in the file and [[8, 0]] here"]),
         ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, ["model is"]),
         ({"quantization": "int8"}, ["model is"]),

@@ -52,6 +52,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=physical_cores(), help="of every side")
     add("--peers", nargs="*", choices=list(PEER_MODULES), default=list(PEER_MODULES), help="to compare with")
     add("--peer-python", nargs="+", default=[], metavar="PATH", help="interpreters that may have them, beside this one")
+    add(
+        "--passive-peers",
+        action=argparse.BooleanOptionalAction,
+        default=os.getloadavg()[0] > 1,
+        help="let threads of peers sleep where they would wait busily; default: if the machine is busy already",
+    )
     add("--llama-cli", metavar="PATH", help="llama.cpp's llama-completion, for the first token (default: from PATH)")
     add("--cache", type=Path, default=cache_folder() / "bench", metavar="DIR", help="where the number formats are kept")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -88,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidArgumentError, ModelLoadError) as error:
         say(f"bench_decode.py: error: {error}")
         return 2
-    say(f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}")
+    waiting = "passively" if args.passive_peers else "busily"
+    say(
+        f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}; threads of peers wait for each other {waiting}"
+    )
     try:
         bench.run()
     except (EngineFailed, InvalidArgumentError) as error:

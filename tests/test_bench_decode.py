@@ -280,6 +280,15 @@ def test_sides_take_turns(bench_decode: ModuleType, model: Path, tmp_path: Path)
     assert [side.name for side in bench.turns("int4", 0)] == ["minipage", "llama.cpp"]
 
 
+def test_contexts_fit_the_model(bench_decode: ModuleType, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """A task that is longer than the model takes is refused before anything is measured, as is a file that is no model."""
+    options = ["--kinds", "float16", "--cache", str(tmp_path / "cache"), "--peers", "--model"]
+    assert bench_decode.main([*options, str(model), "--context", "480"]) == 2
+    assert "decode/b1/c480 takes 513 tokens; allowed: 512" in capsys.readouterr().err
+    assert bench_decode.main([*options, str(tmp_path / "missing.gguf")]) == 2
+    assert "missing.gguf" in capsys.readouterr().err
+
+
 @given(
     st.integers(0, len(PROMPT)), st.text(st.characters(categories=["L", "P"]), min_size=1), st.sampled_from(["", "\n"])
 )
@@ -309,6 +318,17 @@ def test_llama_cpp_has_a_command_line_of_its_own() -> None:
     worker = processes.first_token_command(side, settings, PROMPT, None)
     assert worker[:3] == ["python", "-m", "decode_bench.worker"] and worker[-2:] == ["--first-token", PROMPT]
     assert processes.find_llama_cli("/some/llama-cli") == "/some/llama-cli"
+
+
+def test_peers_wait_as_told_and_find_no_minipage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping threads are for peers, whose own choice is kept otherwise; the clone is in minipage's path alone."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    ours, peer = (processes.environment(Side(name, "python"), True) for name in ("minipage", "llama.cpp"))
+    assert ours["OMP_WAIT_POLICY"] == "active" and peer["OMP_WAIT_POLICY"] == "passive"
+    assert processes.environment(Side("llama.cpp", "python"), False)["OMP_WAIT_POLICY"] == "active"
+    assert ours["PYTHONPATH"].split(":") == [str(SCRIPTS), str(SCRIPTS.parent), "/elsewhere"]
+    assert peer["PYTHONPATH"].split(":") == [str(SCRIPTS), "/elsewhere"]
 
 
 @pytest.mark.parametrize("options", [["--batches", "0"], ["--rounds", "0"], ["--kinds", "int3"], ["--peers", "vllm"]])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from minipage.errors import InvalidArgumentError
 from minipage.weights.gguf import open_gguf
 
 from . import processes
@@ -35,6 +36,12 @@ class Bench:
         source = open_gguf(model)
         source.close()
         self.config = source.config
+        for kind in args.kinds:
+            for task in self.tasks(kind):
+                if task.longest > (most := self.config["max_position_embeddings"]):
+                    raise InvalidArgumentError(
+                        f"{task.name} takes {task.longest} tokens; allowed: {most}, as the model takes"
+                    )
         self.roof = ReadRoof(args.threads, (16 if args.quick else 512) << 20)
 
     def run(self) -> None:
@@ -58,16 +65,23 @@ class Bench:
                 for side in self.turns(kind, number):
                     with self.turn_of(side, kind):
                         if side.name not in workers:
-                            settings = self.settings(side, kind, tasks)
-                            workers[side.name] = stack.enter_context(Worker(side, settings))
-                            say(f"{kind}: {workers[side.name].about}")
-                        timed = workers[side.name].run(task)
-                        if number >= 0:
-                            rate = timed["tokens"] / timed["seconds"]
-                            self.results.add(f"{task.name}/{kind}", side.name, rate, "tok/s")
+                            workers[side.name] = self.open(side, kind, tasks, stack)
+                        self.measure(workers[side.name], kind, task, number)
             if "ttft" in self.args.parts:
                 for side in self.turns(kind, number):
                     self.measure_first_token(side, kind, number)
+
+    def open(self, side: Side, kind: str, tasks: Sequence[Task], stack: ExitStack) -> Worker:
+        """A warm process for a side."""
+        worker = stack.enter_context(Worker(side, self.settings(side, kind, tasks), self.environment(side)))
+        say(f"{kind}: {worker.about}")
+        return worker
+
+    def measure(self, worker: Worker, kind: str, task: Task, number: int) -> None:
+        """One task on one side."""
+        timed = worker.run(task)
+        if number >= 0:
+            self.results.add(f"{task.name}/{kind}", worker.side.name, timed["tokens"] / timed["seconds"], "tok/s")
 
     def tasks(self, kind: str) -> tuple[Task, ...]:
         """What is asked of the warm workers of a format."""
@@ -77,11 +91,7 @@ class Bench:
         if "decode" in args.parts:
             tasks += [Task(batch, steps=2 if args.quick else decode_steps(batch)) for batch in args.batches]
         if "context" in args.parts and kind in SIXTEEN_BITS:
-            long = Task(context=args.context, steps=2 if args.quick else 32)
-            if long.longest <= self.config["max_position_embeddings"]:
-                tasks.append(long)
-            else:
-                say(f"{kind}: {long.name} is left out: it is longer than the model takes")
+            tasks.append(Task(context=args.context, steps=2 if args.quick else 32))
         return tuple(tasks)
 
     def turns(self, kind: str, number: int) -> list[Side]:
@@ -109,18 +119,23 @@ class Bench:
             path = gguf_of_kind(self.model, kind, self.args.cache)
         return Settings(str(path), kind, self.args.threads, tuple(tasks), self.args.device)
 
+    def environment(self, side: Side) -> dict[str, str]:
+        """The environment of a side's processes."""
+        return processes.environment(side, self.args.passive_peers)
+
     def measure_first_token(self, side: Side, kind: str, number: int) -> None:
         """A process from its start to its first token."""
         command = processes.first_token_command(side, self.settings(side, kind, ()), PROMPT, self.args.llama_cli)
         with self.turn_of(side, kind):
-            seconds = processes.seconds_to_first_token(command, processes.environment(side), PROMPT)
+            seconds = processes.seconds_to_first_token(command, self.environment(side), PROMPT)
             if number >= 0:
                 self.results.add(f"ttft/{kind}", side.name, seconds, "s")
 
     def measure_memory(self, side: Side, kind: str) -> None:
         """The most that a process has resident that does one prefill, and decodes one sequence."""
         tasks = (Task(context=self.args.prefill), Task(steps=16))
-        with self.turn_of(side, kind), Worker(side, self.settings(side, kind, tasks)) as worker:
+        settings = self.settings(side, kind, tasks)
+        with self.turn_of(side, kind), Worker(side, settings, self.environment(side)) as worker:
             peak = [worker.run(task)["peak_bytes"] for task in tasks][-1]
             self.results.add(f"memory/{kind}", side.name, peak / 2**20, "MiB")
 

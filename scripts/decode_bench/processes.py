@@ -49,12 +49,17 @@ def find_peer(name: str, pythons: Sequence[str]) -> Side | None:
     return None
 
 
-def environment(side: Side) -> dict[str, str]:
-    """Lets a worker import this package, and minipage's of the clone that it is in."""
+def environment(side: Side, passive_peers: bool) -> dict[str, str]:
+    """Lets a worker import this package, and minipage's of the clone that it is in.
+
+    OpenMP's threads wait for each other busily. On a machine that does other things as well they wait for one that cannot
+    run until their time slices end, hundreds of times a token; with ``passive_peers`` they sleep.
+    """
     path = [str(SCRIPTS), *([str(SCRIPTS.parent)] if side.name == OURS else [])]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    policy = {"OMP_WAIT_POLICY": "passive"} if passive_peers and side.name != OURS else {}
+    return {**os.environ, **policy, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def worker_command(side: Side, settings: Settings) -> list[str]:
@@ -66,12 +71,12 @@ def worker_command(side: Side, settings: Settings) -> list[str]:
 class Worker:
     """A warm process with an engine in it. It computes while it is asked, and at no other time."""
 
-    def __init__(self, side: Side, settings: Settings) -> None:
+    def __init__(self, side: Side, settings: Settings, env: dict[str, str]) -> None:
         self.side = side
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             worker_command(side, settings),
-            env=environment(side),
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -16,12 +16,14 @@ from __future__ import annotations
 import numpy as np
 
 from .dtypes import STORAGE
+from .group_fit import fit, fit_symmetric
 from .ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
 
 GROUP_KINDS = tuple(kind for kind in WEIGHT_KINDS if kind not in STORAGE)  #: the quantised ones among WEIGHT_KINDS
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_ZERO = 8  #: the code that stands for 0 in the kind int4_symmetric
+_GROUPS_AT_ONCE = 2048  #: whose grids are sought together: few enough for a cache, and many beside the cost of a call
 
 
 def code_dtype(kind: str) -> np.dtype:
@@ -37,21 +39,55 @@ def num_groups(num_inputs: int) -> int:
 # ---- from numbers and back -----------------------------------------------------------------------------------------
 
 
-def quantize(rows: Array, kind: str) -> Groups:
+def quantize(rows: Array, kind: str, importance: Array | None = None) -> Groups:
     """``rows`` float32 [n, K] in the quantised ``kind``. Codes are the nearest for the scale (and minimum) as rounded.
+
+    int8 spreads its codes over the range of a group. The int4 kinds seek the grid with the smallest squared error, in which
+    ``importance`` float32 [K] > 0 weighs the inputs (None: all alike); weights that lie on a grid already stay on it.
 
     Raises ValueError where a weight is not finite, or too large for a float16 scale or minimum.
     """
+    num_rows, num_inputs = rows.shape
     groups = _grouped(rows)
     if not np.all(np.isfinite(groups)):
         raise ValueError("a weight that is NaN or infinite cannot be quantised; allowed: finite weights")
     with np.errstate(over="ignore"):
-        scales, minima = _scales(groups, kind)
+        scales, minima = _spread(groups, kind)
     if not (np.all(np.isfinite(scales)) and (minima is None or np.all(np.isfinite(minima)))):
-        raise ValueError(
-            f"a weight of magnitude {np.abs(groups).max():.6g} is too large for {kind}, whose scales are float16"
-        )
-    return Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
+        largest = np.abs(groups).max()
+        raise ValueError(f"a weight of magnitude {largest:.6g} is too large for {kind}, whose scales are float16")
+    found = Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
+    if kind == "int8":
+        return found
+    weighing = np.zeros((groups.shape[1], GROUP_SIZE), np.float32)  # the padding weighs nothing
+    weighing.reshape(-1)[:num_inputs] = 1 if importance is None else importance
+    rows_at_once = max(1, _GROUPS_AT_ONCE // groups.shape[1])
+    for start in range(0, num_rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        _improve(Groups(*(None if array is None else array[part] for array in found)), groups[part], weighing, kind)
+    return found
+
+
+def _improve(found: Groups, groups: Array, importance: Array, kind: str) -> None:
+    """Replace those of ``found`` [n, G] that a search finds a better grid for, given their weights [n, G, 32]."""
+    x = np.ascontiguousarray(groups.reshape(-1, GROUP_SIZE).T)
+    weighing = np.tile(importance.T, len(groups))
+    if kind == "int4":
+        scales, minima = (part.reshape(found.scales.shape).astype(np.float16) for part in fit(x, weighing))
+    else:
+        scales, minima = fit_symmetric(x, weighing).reshape(found.scales.shape).astype(np.float16), None
+    sought = Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
+    better = _error(sought, groups, importance, kind) < _error(found, groups, importance, kind)
+    for kept, new in zip(found, sought, strict=True):
+        if kept is not None:
+            kept[better] = new[better]
+
+
+def _error(found: Groups, groups: Array, importance: Array, kind: str) -> Array:
+    """The weighted squared error [n, G]."""
+    error = dequantize(found, kind)
+    error -= groups
+    return np.einsum("ngi,ngi,gi->ng", error, error, importance)
 
 
 def dequantize(groups: Groups, kind: str) -> Array:
@@ -79,7 +115,7 @@ def _grouped(rows: Array) -> Array:
     return rows.reshape(num_rows, num_groups(num_inputs), GROUP_SIZE)
 
 
-def _scales(groups: Array, kind: str) -> tuple[Array, Array | None]:
+def _spread(groups: Array, kind: str) -> tuple[Array, Array | None]:
     """Scales and minima, float16 [n, G], that spread the codes over the range of each group."""
     if kind == "int4":
         low = groups.min(axis=-1)

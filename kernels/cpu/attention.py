@@ -46,7 +46,7 @@ def paged_attention(
     where = q, q if sink_q is None else sink_q, as_numba(key_cache), as_numba(value_cache), block_size, block_tables
     sight = scale, window, soft_cap, num_sinks
     room = queries, scores, sums, softmax, seen, partial
-    _kernel(key_cache.dtype, _tile(group), _lanes(block_size), _lanes(head_dim))(
+    _kernel(key_cache.dtype, *_shape_of_code(group, block_size, head_dim))(
         out, *where, context_lens, query_start, *sight, *room
     )
     _MERGE(out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
@@ -62,15 +62,10 @@ def _kernel(dtype: np.dtype, *constants: int) -> Kernel:
     return Kernel("attention:paged_attention_of", signature, *constants)
 
 
-def _lanes(size: int) -> int:
-    """The widest vector that divides a block or head size."""
-    return next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
-
-
-def _tile(group: int) -> int:
-    """Rows that are computed together: as many as divide the heads that share a kv head, which are the rows of a query."""
-    return next((rows for rows in (4, 3, 2) if group % rows == 0), 4)
-
-
-_ROOM = "float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, ::1]"
-_MERGE = Kernel("attention:merge", f"float32[:, :, :], int64, int64, {_LENGTHS}, int64, {_ROOM}")
+def _shape_of_code(group: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
+    """Rows that are computed together, as many as divide the heads that share a kv head (those of one query are rows of a
+    task); and lanes that divide a block and a head. Odd sizes share one slow kernel.
+    """
+    if head_dim % 16 or block_size % 8:
+        return 4, 1, 1
+    return 3 if group % 3 == 0 else 4, 16 if block_size % 16 == 0 else 8, 16

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,10 @@ def machine_code(kernel: Kernel) -> int:
         )
         with suppress(OSError, RuntimeError):  # it is not there, or was cut short by a full disk
             return _load(path.read_bytes())
-        return _load(_compile(kernel, path))
+        with _one_process_at_a_time(path):
+            with suppress(OSError, RuntimeError):  # another process has compiled it meanwhile
+                return _load(path.read_bytes())
+            return _load(_compile(kernel, path))
 
 
 def cache_folder() -> Path:
@@ -76,6 +80,22 @@ def source_state(folder: Path) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _one_process_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process compile and the others wait for its result, where files can be locked."""
+    try:
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_suffix(".lock"), "w")
+    except (ImportError, OSError):
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def _compile(kernel: Kernel, path: Path) -> bytes:

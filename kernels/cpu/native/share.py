@@ -15,7 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 # No fast-math: it may drop infinities and NaN, and lets the compiler reorder sums, so that a result would depend on how
 # its loop was compiled. error_model: division by zero gives infinity or NaN, as in NumPy, instead of raising. No NRT: a
 # kernel that would allocate an array does not compile.
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "_nrt": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 
 class Share(NamedTuple):

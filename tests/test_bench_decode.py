@@ -282,7 +282,7 @@ def test_sides_take_turns(bench_decode: ModuleType, model: Path, tmp_path: Path)
 
 def test_contexts_fit_the_model(bench_decode: ModuleType, model: Path, tmp_path: Path, capsys: Any) -> None:
     """A task that is longer than the model takes is refused before anything is measured, as is a file that is no model."""
-    options = ["--kinds", "float16", "--cache", str(tmp_path / "cache"), "--peers", "--model"]
+    options = ["--kinds", "float16", "--prefill", "32", "--cache", str(tmp_path / "cache"), "--peers", "--model"]
     assert bench_decode.main([*options, str(model), "--context", "480"]) == 2
     assert "decode/b1/c480 takes 513 tokens; allowed: 512" in capsys.readouterr().err
     assert bench_decode.main([*options, str(tmp_path / "missing.gguf")]) == 2

@@ -69,3 +69,7 @@ def _shape_of_code(group: int, block_size: int, head_dim: int) -> tuple[int, int
     if head_dim % 16 or block_size % 8:
         return 4, 1, 1
     return 3 if group % 3 == 0 else 4, 16 if block_size % 16 == 0 else 8, 16
+
+
+_ROOM = "float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, ::1]"
+_MERGE = Kernel("attention:merge", f"float32[:, :, :], int64, int64, {_LENGTHS}, int64, {_ROOM}")

@@ -89,7 +89,7 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
         import fcntl
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "w")
+        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115
     except (ImportError, OSError):
         yield
         return

@@ -171,13 +171,16 @@ def test_first_token_follows_last_chunk(
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize(("dtype", "nan", "inf"), [("float32", np.nan, np.inf), ("bfloat16", 0x7FC0, 0x7F80)])
+@pytest.mark.parametrize(
+    ("dtype", "nan", "inf"), [("float32", np.nan, np.inf), ("bfloat16", 0x7FC0, 0x7F80), ("int8", -1, 127)]
+)
 def test_garbage_in_unused_slots(history: Folders, dtype: str, nan: float, inf: float, block_size: int) -> None:
-    """What was in a slot before its token came changes not a bit, be it NaN or infinity."""
+    """What was in a slot before its token came changes not a bit, be it NaN, infinity, or in int8 a scale of 3e38."""
     prompts = [models.history_prompt(SEED, length) for length in (1, 3, 4, 5, 17)]
     found = []
     for fill in (0, nan, inf):
-        with open_llm(history(SEED), dtype=dtype, block_size=block_size, enable_prefix_caching=False) as llm:
+        settings = {"kv_cache_dtype": dtype, "block_size": block_size, "enable_prefix_caching": False}
+        with open_llm(history(SEED), **settings) as llm:
             llm.engine.runner.kv.key[...] = fill
             llm.engine.runner.kv.value[...] = fill
             outs = llm.generate(prompts, greedy_params(NEW, logprobs=3), use_tqdm=False)

@@ -3,8 +3,8 @@
 Tests of an op, in ``tests/kernels``, are written once and run for every implementation here. The reference is compared with
 float64 formulas, all others with the reference. To try an implementation of your own:
 
-1. Write a module with the names of ``minipage.kernels.ops.Ops`` (one op is enough to begin with) and, if its arrays are not
-   NumPy's, a ``minipage.device.Device`` that has them.
+1. Write a module with the names of ``minipage.kernels.ops.Ops`` (its constants and one op are enough to begin with) and, if its
+   arrays are not NumPy's, a ``minipage.device.Device`` that has them.
 2. Add ``Implementation("mine", device)`` to :data:`IMPLEMENTATIONS` below.
 3. ``pytest tests/kernels/test_paged_attention.py -k mine``
 

@@ -305,6 +305,18 @@ def test_cached_prefix_is_not_computed_again(n: int) -> None:
     assert again.num_cached_tokens == 8
 
 
+@pytest.mark.parametrize("num_blocks", [5, 6])
+def test_newcomers_leave_room_for_each_other(num_blocks: int) -> None:
+    """Who was admitted in the same step counts as running: what it is about to take is kept free of the next one."""
+    world = World(num_blocks, 4, 64, caching=False)
+    first, second = world.add(0, [1] * 8, 1), world.add(1, [2] * 4, 1)
+    assert first is not None and second is not None
+    world.step(itertools.cycle([1]))
+    assert first.status is Status.RUNNING
+    # The first one has 2 blocks and 3 are kept for it (its 8 tokens are not computed yet); the second one wants 1.
+    assert second.status is (Status.RUNNING if num_blocks == 6 else Status.WAITING)
+
+
 # ---- speculation -------------------------------------------------------------------------------------------------------
 
 

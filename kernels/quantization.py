@@ -23,7 +23,7 @@ GROUP_KINDS = tuple(kind for kind in WEIGHT_KINDS if kind not in STORAGE)  #: th
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_ZERO = 8  #: the code that stands for 0 in the kind int4_symmetric
-_GROUPS_AT_ONCE = 2048  #: whose grids are sought together: few enough for a cache, and many beside the cost of a call
+_GROUPS_AT_ONCE = 2048  #: that are quantised together: few enough for a cache, and many beside the cost of a call
 
 
 def code_dtype(kind: str) -> np.dtype:
@@ -48,7 +48,19 @@ def quantize(rows: Array, kind: str, importance: Array | None = None) -> Groups:
     Raises ValueError where a weight is not finite, or too large for a float16 scale or minimum.
     """
     num_rows, num_inputs = rows.shape
-    groups = _grouped(rows)
+    groups = num_groups(num_inputs)
+    weighing = np.zeros((groups, GROUP_SIZE), np.float32)  # the padding weighs nothing
+    weighing.reshape(-1)[:num_inputs] = 1 if importance is None else importance
+    step = max(1, _GROUPS_AT_ONCE // groups)
+    parts = [
+        _quantize(_grouped(rows[start : start + step]), kind, weighing) for start in range(0, max(1, num_rows), step)
+    ]
+    codes, scales, minima = zip(*parts, strict=True)
+    return Groups(np.concatenate(codes), np.concatenate(scales), np.concatenate(minima) if kind == "int4" else None)
+
+
+def _quantize(groups: Array, kind: str, importance: Array) -> Groups:
+    """Weights [n, G, 32] quantised; ``importance`` [G, 32] is 0 for the padding."""
     if not np.all(np.isfinite(groups)):
         raise ValueError("a weight that is NaN or infinite cannot be quantised; allowed: finite weights")
     with np.errstate(over="ignore"):
@@ -57,14 +69,8 @@ def quantize(rows: Array, kind: str, importance: Array | None = None) -> Groups:
         largest = np.abs(groups).max()
         raise ValueError(f"a weight of magnitude {largest:.6g} is too large for {kind}, whose scales are float16")
     found = Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
-    if kind == "int8":
-        return found
-    weighing = np.zeros((groups.shape[1], GROUP_SIZE), np.float32)  # the padding weighs nothing
-    weighing.reshape(-1)[:num_inputs] = 1 if importance is None else importance
-    rows_at_once = max(1, _GROUPS_AT_ONCE // groups.shape[1])
-    for start in range(0, num_rows, rows_at_once):
-        part = slice(start, start + rows_at_once)
-        _improve(Groups(*(None if array is None else array[part] for array in found)), groups[part], weighing, kind)
+    if kind != "int8":
+        _improve(found, groups, importance, kind)
     return found
 
 

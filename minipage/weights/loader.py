@@ -15,9 +15,10 @@ import numpy.typing as npt
 from ..errors import ModelLoadError
 from ..kernels.dtypes import to_float32
 from ..kernels.ops import Ops, PackedWeight
-from ..kernels.quantization import GROUP_KINDS
-from ..models import Parameter, Plan, TensorSpec
-from .source import TensorSource
+from ..kernels.quantization import GROUP_KINDS, quantize
+from ..models import ModelConfig, Parameter, Plan, TensorSpec
+from .importance import input_importance
+from .source import Array, TensorSource
 
 CHUNK_BYTES = 2 << 20  #: of float32 rows, read and packed at once; conversions take a few times that
 ROW_MULTIPLE = 64  #: rows of a weight at whose multiples chunks begin: no two threads write to one panel of a layout
@@ -45,10 +46,16 @@ class Piece(NamedTuple):
     stop: int
     weight: PackedWeight
     first: int
+    importance: Array | None  #: of the inputs, for weights that are quantised to 4 bits
 
 
 def load_parameters(
-    plan: Plan, source: TensorSource, kinds: Mapping[str, str], device: Device, num_threads: int = 1
+    plan: Plan,
+    source: TensorSource,
+    kinds: Mapping[str, str],
+    device: Device,
+    config: ModelConfig,
+    num_threads: int = 1,
 ) -> dict[str, Any]:
     """All parameters of ``plan`` by name: a PackedWeight for linear roles, float32 device arrays for vectors.
 
@@ -56,6 +63,7 @@ def load_parameters(
     where tensors are missing, unknown, misshapen or of a dtype that cannot be read; and where a value does not fit its kind.
     """
     check(plan, source)
+    importance = input_importance(plan, source, kinds, config)
     loaded: dict[str, Any] = {}
     chunks: list[list[Piece]] = []
     for parameter in plan.parameters:
@@ -65,7 +73,7 @@ def load_parameters(
             shape = (sum(spec.shape[0] for spec in parameter.tensors), parameter.tensors[0].shape[1])
             weight = device.ops.empty_weight(shape, kinds[parameter.name], device.xp)
             loaded[parameter.name] = weight
-            chunks += chunks_of(parameter, weight)
+            chunks += chunks_of(parameter, weight, importance.get(parameter.name))
     threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), thread_name_prefix="minipage-load")
     try:
         for _ in threads.map(lambda chunk: load_chunk(chunk, source, device.ops), chunks):
@@ -80,7 +88,7 @@ def load_vector(parameter: Parameter, source: TensorSource, device: Device) -> A
     return device.array(np.concatenate([to_float32(source.read(spec.name)) for spec in parameter.tensors]))
 
 
-def chunks_of(parameter: Parameter, weight: PackedWeight) -> Iterator[list[Piece]]:
+def chunks_of(parameter: Parameter, weight: PackedWeight, importance: Array | None) -> Iterator[list[Piece]]:
     """The rows of a weight in chunks for one thread each, and of every chunk the pieces of tensors that are stacked there."""
     num_rows, columns = weight.shape
     rows_at_once = max(1, CHUNK_BYTES // (4 * columns * ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -89,20 +97,23 @@ def chunks_of(parameter: Parameter, weight: PackedWeight) -> Iterator[list[Piece
         for spec in parameter.tensors:
             low, high = max(start, first), min(start + rows_at_once, first + spec.shape[0])
             if low < high:
-                pieces.append(Piece(spec.name, low - first, high - first, weight, low))
+                pieces.append(Piece(spec.name, low - first, high - first, weight, low, importance))
             first += spec.shape[0]
         yield pieces
 
 
 def load_chunk(pieces: Sequence[Piece], source: TensorSource, ops: Ops) -> None:
     """Read and pack: rows that are quantised as the weight is stay as they are."""
-    for tensor, start, stop, weight, first in pieces:
+    for tensor, start, stop, weight, first, importance in pieces:
         if weight.kind in GROUP_KINDS and source.kind(tensor) == weight.kind:
             ops.pack_groups(weight, first, source.read_groups(tensor, start, stop))
             continue
         rows = source.read(tensor, start, stop)
         try:
-            ops.pack_rows(weight, first, rows)
+            if weight.kind in GROUP_KINDS:
+                ops.pack_groups(weight, first, quantize(to_float32(rows), weight.kind, importance))
+            else:
+                ops.pack_rows(weight, first, rows)
         except ValueError as error:
             raise ModelLoadError(f"{source.file(tensor)}: tensor {tensor}: {error}") from error
 

@@ -55,7 +55,7 @@ def load(path: Path, device: Any = None, dtype: str = "float32", quantization: s
         config = checkpoint.model_config()
         plan = parameters(config)
         kinds = weight_kinds(plan, checkpoint.source, config.dtype, dtype, quantization)
-        return load_parameters(plan, checkpoint.source, kinds, device or PlainDevice(), num_threads=2)
+        return load_parameters(plan, checkpoint.source, kinds, device or PlainDevice(), config, num_threads=2)
     finally:
         checkpoint.close()
 

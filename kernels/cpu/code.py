@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minipage")
 
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
+_CHECKSUM_BYTES = 32
 _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
 
@@ -40,12 +41,11 @@ def machine_code(kernel: Kernel) -> int:
             cache_folder()
             / f"{kernel.source.replace(':', '.')}-{_digest(repr((kernel.signature, kernel.constants)))}.o"
         )
-        with suppress(OSError, RuntimeError):  # it is not there, or was cut short by a full disk
-            return _load(path.read_bytes())
-        with _one_process_at_a_time(path):
-            with suppress(OSError, RuntimeError):  # another process has compiled it meanwhile
-                return _load(path.read_bytes())
-            return _load(_compile(kernel, path))
+        code = _read(path)
+        if code is None:
+            with _one_process_at_a_time(path):
+                code = _read(path) or _compile(kernel, path)  # another process may have compiled it meanwhile
+        return _load(code)
 
 
 def cache_folder() -> Path:
@@ -82,6 +82,20 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _read(path: Path) -> bytes | None:
+    """The code in a file, None where it is not there or not whole: broken code would crash the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    code = content[_CHECKSUM_BYTES:]
+    return code if content[:_CHECKSUM_BYTES] == _checksum(code) else None
+
+
+def _checksum(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
 @contextmanager
 def _one_process_at_a_time(path: Path) -> Iterator[None]:
     """Let one process compile and the others wait for its result, where files can be locked."""
@@ -108,7 +122,7 @@ def _compile(kernel: Kernel, path: Path) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
+            file.write(_checksum(code) + code)
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("compiled code is not kept, since %s cannot be written (%s)", path.parent, error)
@@ -135,11 +149,8 @@ def _load(code: bytes) -> int:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    address = engine.get_function_address(ENTRY)
-    if not address:
-        raise RuntimeError("the object file has no entry")
     _engines.append(engine)
-    return int(address)
+    return int(engine.get_function_address(ENTRY))
 
 
 @cache

@@ -35,28 +35,27 @@ class Program:
     """Calls of kernels on given arrays, in order. The arrays must stay where they are; the program keeps them alive."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Kernel, tuple[Any, ...]]] = []
+        self._calls: list[tuple[Kernel, tuple[Any, ...], list[int]]] = []
         self._words: Array = np.zeros(0, np.int64)
 
     def add(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        """Append a call."""
-        self._calls.append((kernel, args))
+        """Append a call. Raises TypeError for arrays that do not fit the kernel."""
+        self._calls.append((kernel, args, kernel.words(args)))
 
     @functools.cached_property
     def table(self) -> Array:
         """int64 [n, 2]: of each call, the addresses of its code and of its words."""
-        rows = [kernel.words(args) for kernel, args in self._calls]
-        starts = itertools.accumulate((len(row) for row in rows), initial=0)
-        self._words = np.array([word for row in rows for word in row], dtype=np.int64)
+        starts = itertools.accumulate((len(words) for _, _, words in self._calls), initial=0)
+        self._words = np.array([word for _, _, words in self._calls for word in words], dtype=np.int64)
         base = self._words.ctypes.data
-        pairs = [(kernel.address, base + 8 * start) for (kernel, _), start in zip(self._calls, starts, strict=False)]
+        pairs = [(kernel.address, base + 8 * start) for (kernel, _, _), start in zip(self._calls, starts, strict=False)]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def run_in_python(self) -> None:
         """The same without compiled code."""
         from .native.share import Share
 
-        for kernel, args in self._calls:
+        for kernel, args, _ in self._calls:
             kernel.function(*args, Share(0, 1, [0]))
 
 

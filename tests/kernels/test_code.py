@@ -1,0 +1,94 @@
+"""Compiled code on disk, and code for other machines than this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minipage.kernels.cpu.isa import level
+from minipage.kernels.cpu.kernel import JIT_IS_DISABLED
+
+pytestmark = pytest.mark.skipif(JIT_IS_DISABLED, reason="there is no compiled code")
+
+ROOT = Path(__file__).parents[2]
+#: Prints what an op computes, and whether Numba was needed for it.
+ONE_OP = (
+    "import sys, numpy as np; from minipage.kernels import cpu; "
+    "x = np.arange(8, dtype=np.float32).reshape(2, 4); out = np.empty_like(x); cpu.add(out, x, x); "
+    "print(int(out.sum()), 'numba' in sys.modules)"
+)
+
+
+def python(code: str, **environment: str) -> str:
+    """What a Python process of its own prints."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, check=True, capture_output=True, text=True, timeout=300
+    ).stdout.strip()
+
+
+def test_compiled_code_is_found_again_without_numba(tmp_path: Path) -> None:
+    """The second process loads the code from the folder that MINIPAGE_CACHE_DIR names, and does not import Numba."""
+    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)) == "56 True"
+    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)) == "56 False"
+    assert len(list(tmp_path.rglob("elementwise.add-*.o"))) == 1
+
+
+def test_a_broken_file_is_compiled_anew(tmp_path: Path) -> None:
+    """A file that was cut short or overwritten does no harm."""
+    python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path))
+    for file in tmp_path.rglob("*.o"):
+        whole = file.read_bytes()
+        for broken in (b"", whole[: len(whole) // 2], bytes(len(whole))):
+            file.write_bytes(broken)
+            assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)).startswith("56 ")
+
+
+def test_without_a_folder_code_is_compiled_each_time(tmp_path: Path) -> None:
+    """Where nothing can be written, kernels work all the same."""
+    (tmp_path / "file").write_text("")
+    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path / "file")) == "56 True"
+
+
+def test_processes_that_start_together(tmp_path: Path) -> None:
+    """Several processes with an empty folder all get the code, and it is compiled once."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_CACHE_DIR": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", ONE_OP], env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    printed = [process.communicate(timeout=300)[0].split() for process in started]
+    assert [sum_ for sum_, _ in printed] == ["56"] * 3
+    assert len(list(tmp_path.rglob("*.tmp"))) == 0
+
+
+def test_portable_code_gives_the_same_bits(tmp_path: Path) -> None:
+    """What LLVM makes of its own vectors, for machines without AVX2, computes the same bits in every quantised layer."""
+    code = (
+        "import sys, numpy as np; sys.path.insert(0, 'tests'); from helpers.kernels import CPU, normal; "
+        "from minipage.kernels.quantization import GROUP_KINDS; "
+        "results = {f'{kind}{t}': CPU.result('linear', (t, 50), normal(1, t, 100), CPU.weight(normal(2, 50, 100), kind), None)"
+        " for kind in GROUP_KINDS for t in (1, 7)}; np.savez(sys.argv[1], **results)"
+    )
+    arrays = []
+    for isa in ("portable", level()):
+        file = tmp_path / f"{isa}.npz"
+        variables = {"MINIPAGE_ISA": isa, "MINIPAGE_CACHE_DIR": str(tmp_path / "code"), "NUMBA_ENABLE_CUDASIM": "1"}
+        python(code.replace("sys.argv[1]", repr(str(file))), **variables)
+        with np.load(file) as results:
+            arrays.append(dict(results))
+    for name, expected in arrays[1].items():
+        np.testing.assert_array_equal(arrays[0][name], expected)
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    """MINIPAGE_ISA says one of the levels."""
+    code = "from minipage.kernels.cpu import isa; isa.level()"
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        python(code, MINIPAGE_ISA="mmx")
+    assert "MINIPAGE_ISA='mmx' is not allowed; allowed: vnni, avx2, portable" in error.value.stderr

@@ -116,7 +116,7 @@ def _compile(kernel: Kernel, path: Path) -> bytes:
     announce = _Announcement(kernel.source)
     from .compiler import compile_kernel
 
-    code: bytes = compile_kernel(kernel.function, kernel.signature)
+    code: bytes = compile_kernel(kernel.function, kernel.signature, ENTRY)
     announce.done()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from numba.core import cgutils, registry, sigutils, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.arrayobj import populate_array
 
-from .code import ENTRY
 from .native.share import OPTIONS
 
 _WORD = ir.IntType(64)
@@ -19,17 +18,17 @@ _SHARE = types.UniTuple(types.int64, 3)  # type: ignore[attr-defined]
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
-def compile_kernel(function: Callable[..., None], signature: str) -> bytes:
-    """An object file with one function, ENTRY, that reads the arguments of ``function`` from words and calls it."""
+def compile_kernel(function: Callable[..., None], signature: str, entry: str) -> bytes:
+    """An object file with one function, named ``entry``, that reads the arguments of ``function`` from words and calls it."""
     kinds = (*sigutils.normalize_signature(f"void({signature})")[0], _SHARE)
     dispatcher = numba.njit(**OPTIONS)(function)
     dispatcher.compile(kinds)
     compiled = dispatcher.overloads[kinds]
     context = registry.cpu_target.target_context
     codegen = context.codegen()
-    library = codegen.create_library(ENTRY)
-    module = library.create_ir_module(ENTRY)
-    _add_entry(context, module, compiled.fndesc, kinds)
+    library = codegen.create_library(entry)
+    module = library.create_ir_module(entry)
+    _add_entry(context, module, entry, compiled.fndesc, kinds)
     library.add_ir_module(module)
     library.add_linking_library(compiled.library)
     library.finalize()
@@ -37,9 +36,9 @@ def compile_kernel(function: Callable[..., None], signature: str) -> bytes:
     return code
 
 
-def _add_entry(context: Any, module: Any, description: Any, kinds: tuple[Any, ...]) -> None:
+def _add_entry(context: Any, module: Any, entry: str, description: Any, kinds: tuple[Any, ...]) -> None:
     parameters = [_WORD.as_pointer(), _WORD, _WORD, _WORD]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), ENTRY)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), entry)
     builder = ir.IRBuilder(function.append_basic_block())
     words, *share = function.args
     reader = _Words(context, builder, words)

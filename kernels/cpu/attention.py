@@ -10,7 +10,7 @@ from ..ops import Array
 from .kernel import Kernel
 from .partition import part_size, run_length
 from .storage import NUMBA_STORAGE, as_numba
-from .team import current
+from .team import call, current
 
 _PARTIAL = 1 << 14  #: entries for parts of contexts that are merged later: few rows with long contexts need them
 _LENGTHS = "int32[::1], int32[::1]"
@@ -49,7 +49,7 @@ def paged_attention(
     _kernel(key_cache.dtype, *_shape_of_code(group, block_size, head_dim))(
         out, *where, context_lens, query_start, *sight, *room
     )
-    _MERGE(out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
+    call(_MERGE, out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
 
 
 @functools.cache

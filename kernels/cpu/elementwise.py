@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..ops import ACTIVATIONS, Array
 from .kernel import Kernel
+from .team import call
 
 _MATRIX = "float32[:, ::1]"
 _GATED_ACTIVATION = Kernel("elementwise:gated_activation", f"{_MATRIX}, {_MATRIX}, int64")
@@ -15,14 +16,14 @@ def gated_activation(out: Array, gate_up: Array, activation: str) -> None:
     """out [T, I] = activation(gate) * up (Shazeer 2020), gate and up the two halves of ``gate_up`` [T, 2I]."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not allowed; allowed: {', '.join(ACTIVATIONS)}")
-    _GATED_ACTIVATION(out, gate_up, ACTIVATIONS.index(activation))
+    call(_GATED_ACTIVATION, out, gate_up, ACTIVATIONS.index(activation))
 
 
 def add(out: Array, x: Array, y: Array) -> None:
     """out = x + y, all [T, H]."""
-    _ADD(out, x, y)
+    call(_ADD, out, x, y)
 
 
 def gather_rows(out: Array, x: Array, rows: Array) -> None:
     """out [n, H] = x[rows]."""
-    _GATHER_ROWS(out, x, rows)
+    call(_GATHER_ROWS, out, x, rows)

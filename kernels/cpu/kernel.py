@@ -1,4 +1,4 @@
-"""Kernels: functions of ``native/``, compiled to machine code when they are first called, and called by address.
+"""Kernels: functions of ``native/``, compiled to machine code when they are first used, and called by address.
 
 A call is a row of 64-bit words: for an array its address, shape and strides in bytes, for a number its value. So a call can
 be kept and made again without Python, and a whole step becomes a table of (code, words); see :mod:`.team`.
@@ -15,8 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from ..ops import Array
 
 #: Whether kernels run as plain Python, where a debugger can step through them.
 JIT_IS_DISABLED = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
@@ -90,9 +88,3 @@ class Kernel:
         from .code import machine_code
 
         return machine_code(self)
-
-    def __call__(self, *args: Array | float) -> None:
-        """Call it: at once, or later if a program is being recorded."""
-        from .team import current
-
-        current().call(self, args)

@@ -10,7 +10,7 @@ from ..dtypes import STORAGE
 from ..ops import GROUP_SIZE, Array, PackedWeight
 from ..quantization import GROUP_KINDS
 from .kernel import Kernel
-from .team import current
+from .team import call, current
 
 _NO_BIAS = np.zeros(0, np.float32)
 _MATRIX = "float32[:, ::1]"
@@ -21,22 +21,22 @@ _INPUT_CODES = {"int8": (np.int16, 32767), "int4": (np.int8, 127), "int4_symmetr
 
 def embed(out: Array, weight: PackedWeight, token_ids: Array) -> None:
     """out [T, H] = rows ``token_ids`` of ``weight`` (V, H)."""
-    _embed_kernel(weight.kind)(out, *weight.arrays, token_ids)
+    call(_embed_kernel(weight.kind), out, *weight.arrays, token_ids)
 
 
 def linear(out: Array, x: Array, weight: PackedWeight, bias: Array | None) -> None:
     """out [T, N] = x [T, K] @ weight.T + bias; x is quantised first where the weight is."""
     bias = _NO_BIAS if bias is None else bias
     if weight.kind in STORAGE:
-        _linear_kernel(weight.kind)(out, x, *weight.arrays, bias)
+        call(_linear_kernel(weight.kind), out, x, *weight.arrays, bias)
         return
     dtype, largest = _INPUT_CODES[weight.kind]
     (records,) = weight.arrays
     tokens, groups = len(x), records.shape[1]
     shapes = ((tokens, groups * GROUP_SIZE), dtype), ((tokens, groups), np.float32), ((tokens, groups), np.float32)
     codes, scales, sums = current().scratch(*shapes)
-    _quantize_kernel(weight.kind)(x, codes, scales, sums, largest)
-    _linear_kernel(weight.kind)(out, codes, scales, sums, records, bias)
+    call(_quantize_kernel(weight.kind), x, codes, scales, sums, largest)
+    call(_linear_kernel(weight.kind), out, codes, scales, sums, records, bias)
 
 
 def _stored(kind: str) -> str:

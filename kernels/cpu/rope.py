@@ -9,6 +9,7 @@ import numpy as np
 from ..ops import Array
 from .kernel import Kernel
 from .storage import NUMBA_STORAGE, as_numba
+from .team import call
 
 _HEADS = "float32[:, :, :]"
 _TABLES = "float32[:, ::1], float32[:, ::1], int32[::1]"
@@ -17,7 +18,7 @@ _ROPE = Kernel("rope:rope", f"{_HEADS}, {_HEADS}, {_TABLES}, int64")
 
 def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
     """out = x rotated to the position min(positions, last); see :class:`minipage.kernels.ops.Ops`."""
-    _ROPE(out, x, cos, sin, positions, last)
+    call(_ROPE, out, x, cos, sin, positions, last)
 
 
 def rope_and_cache(
@@ -33,7 +34,7 @@ def rope_and_cache(
 ) -> None:
     """Rotate q and k in place, then write k and v to their slots; see :class:`minipage.kernels.ops.Ops`."""
     pages = as_numba(key_cache), as_numba(value_cache)
-    _kernel(key_cache.dtype)(q, k, v, cos, sin, positions, *pages, slots)
+    call(_kernel(key_cache.dtype), q, k, v, cos, sin, positions, *pages, slots)
 
 
 @functools.cache

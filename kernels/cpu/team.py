@@ -156,6 +156,11 @@ class Team:
         self._finish = weakref.finalize(self, _end, state, threads)
 
 
+def call(kernel: Kernel, *args: Array | float) -> None:
+    """Call a kernel on the current team: at once, or later if a program is being recorded."""
+    current().call(kernel, args)
+
+
 def current() -> Team:
     """The team that ops of this thread run on: one of this thread alone, unless it is inside another."""
     team: Team | None = getattr(_local, "team", None)

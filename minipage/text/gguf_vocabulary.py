@@ -76,10 +76,9 @@ def _byte_level(vocabulary: Mapping[str, Any], tokens: list[str]) -> Any:
     pre = vocabulary.get("tokenizer.ggml.pre", "default")
     if pre not in SPLITS:
         raise ModelLoadError(f"tokenizer.ggml.pre={pre!r} is not supported; allowed: {', '.join(SPLITS)}")
-    merges = []
-    for merge in _list(vocabulary, "merges", str):
-        left, _, right = merge[1:].partition(" ")  # the left half has at least one character
-        merges.append((merge[:1] + left, right))
+    texts = _list(vocabulary, "merges", str)
+    cuts = [text.find(" ", 1) for text in texts]  # the left half has at least one character
+    merges = [(text[:cut], text[cut + 1 :]) if cut > 0 else (text, "") for text, cut in zip(texts, cuts, strict=True)]
     backend = tokenizers.Tokenizer(models.BPE(_ids(tokens), merges, ignore_merges=pre == "llama-bpe"))
     splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -182,7 +181,7 @@ def _token_types(vocabulary: Mapping[str, Any], model: str, tokens: list[str]) -
 
 def _ids(tokens: list[str]) -> dict[str, int]:
     """Token -> id; of tokens that are spelled alike, the first is the one that a text is encoded to."""
-    return {token: len(tokens) - 1 - back for back, token in enumerate(reversed(tokens))}
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def _token_id(vocabulary: Mapping[str, Any], name: str, tokens: list[str]) -> int | None:
@@ -207,7 +206,8 @@ def _list(vocabulary: Mapping[str, Any], name: str, kind: Any) -> list[Any]:
     value = vocabulary.get(key)
     if not isinstance(value, (list, tuple)):
         raise ModelLoadError(f"{key} is {'missing' if value is None else type(value).__name__}; it must be a list")
-    for index, item in enumerate(value):
-        if not isinstance(item, kind):
-            raise ModelLoadError(f"{key}[{index}]={item!r} is {type(item).__name__}, which is not allowed there")
+    wrong = tuple(found for found in set(map(type, value)) if not issubclass(found, kind))
+    if wrong:
+        index, item = next((index, item) for index, item in enumerate(value) if isinstance(item, wrong))
+        raise ModelLoadError(f"{key}[{index}]={item!r} is {type(item).__name__}, which is not allowed there")
     return list(value)

@@ -7,6 +7,7 @@ without end for a hostile count. Its numbering of types and their sizes are used
 from __future__ import annotations
 
 import math
+import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +22,8 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_HEADER_BYTES = 64 << 20  #: several times what the largest vocabularies take
+WINDOW_BYTES = 1 << 20  #: read at once where there are many strings
+STRING_LENGTH = struct.Struct("<Q")
 
 SCALARS: dict[Any, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
@@ -88,6 +91,23 @@ class Cursor:
     def string(self) -> str:
         return self.take(self.uint(8)).decode()
 
+    def strings(self, count: int) -> list[str]:
+        """``count`` strings, a window of many at a time: a vocabulary and its merges are some hundred thousand."""
+        texts: list[str] = []
+        while len(texts) < count:
+            window, start = self._file.read(min(WINDOW_BYTES, self.left)), 0
+            while len(texts) < count and start + 8 <= len(window):
+                stop = start + 8 + STRING_LENGTH.unpack_from(window, start)[0]
+                if stop > len(window):
+                    break
+                texts.append(window[start + 8 : stop].decode())
+                start = stop
+            self.position += start
+            self._file.seek(self.position)
+            if not start:  # longer than the window, or than the file, which is said there
+                texts.append(self.string())
+        return texts
+
     def value(self) -> Any:
         """A metadata value: its type, then itself."""
         type = GGUFValueType(self.uint(4))
@@ -95,7 +115,7 @@ class Cursor:
             return self.string() if type == GGUFValueType.STRING else self.scalars(SCALARS[type], 1)[0]
         element = GGUFValueType(self.uint(4))
         if element == GGUFValueType.STRING:
-            return [self.string() for _ in range(self.uint(8))]
+            return self.strings(self.uint(8))
         if element == GGUFValueType.ARRAY:
             raise ValueError(f"found an array of arrays at offset {self.position}; wanted numbers or strings in it")
         return self.scalars(SCALARS[element], self.uint(8))

@@ -46,9 +46,8 @@ def paged_attention(
     where = q, q if sink_q is None else sink_q, as_numba(key_cache), as_numba(value_cache), block_size, block_tables
     sight = scale, window, soft_cap, num_sinks
     room = queries, scores, sums, softmax, seen, partial
-    _kernel(key_cache.dtype, *_shape_of_code(group, block_size, head_dim))(
-        out, *where, context_lens, query_start, *sight, *room
-    )
+    kernel = _kernel(key_cache.dtype, *_shape_of_code(group, block_size, head_dim))
+    call(kernel, out, *where, context_lens, query_start, *sight, *room)
     call(_MERGE, out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
 
 

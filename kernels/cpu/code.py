@@ -12,19 +12,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 
 from . import isa
-
-if TYPE_CHECKING:
-    from .kernel import Kernel
 
 logger = logging.getLogger("minipage")
 
@@ -44,7 +41,7 @@ def machine_code(kernel: Kernel) -> int:
         code = _read(path)
         if code is None:
             with _one_process_at_a_time(path):
-                code = _read(path) or _compile(kernel, path)  # another process may have compiled it meanwhile
+                code = _read(path) or _compile(name, compile, path)  # another process may have compiled it meanwhile
         return _load(code)
 
 
@@ -112,11 +109,9 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(kernel: Kernel, path: Path) -> bytes:
-    announce = _Announcement(kernel.source)
-    from .compiler import compile_kernel
-
-    code: bytes = compile_kernel(kernel.function, kernel.signature, ENTRY)
+def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
+    announce = _Announcement(name)
+    code = compile()
     announce.done()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

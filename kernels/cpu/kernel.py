@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .code import ENTRY, machine_code
+
 #: Whether kernels run as plain Python, where a debugger can step through them.
 JIT_IS_DISABLED = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 
@@ -85,6 +87,9 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code is: ``void (*)(int64 *words, int64 thread, int64 num_threads, int64 *tasks)``."""
-        from .code import machine_code
+        return machine_code(self.source.replace(":", "."), repr((self.signature, self.constants)), self._compile)
 
-        return machine_code(self)
+    def _compile(self) -> bytes:
+        from .compiler import compile_kernel
+
+        return compile_kernel(self.function, self.signature, ENTRY)

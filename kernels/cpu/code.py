@@ -31,13 +31,13 @@ _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
 
 
-def machine_code(kernel: Kernel) -> int:
-    """The address of a kernel's code, which is compiled unless it is in the folder."""
+def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:
+    """The address of a kernel's code, which is compiled unless it is in the folder.
+
+    ``name`` and ``variant`` say which kernel it is; ``compile`` makes an object file that has it as ENTRY.
+    """
     with _lock:
-        path = (
-            cache_folder()
-            / f"{kernel.source.replace(':', '.')}-{_digest(repr((kernel.signature, kernel.constants)))}.o"
-        )
+        path = cache_folder() / f"{name}-{_digest(variant)}.o"
         code = _read(path)
         if code is None:
             with _one_process_at_a_time(path):

@@ -92,4 +92,5 @@ class Kernel:
     def _compile(self) -> bytes:
         from .compiler import compile_kernel
 
-        return compile_kernel(self.function, self.signature, ENTRY)
+        code: bytes = compile_kernel(self.function, self.signature, ENTRY)
+        return code

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .config import QUANTIZATIONS, EngineConfig
+from .config import DTYPES, QUANTIZATIONS, EngineConfig
 from .device.kv_cache import KVShape
 from .engine.loading import bytes_by_kind, group_layers, kv_dtype, kv_shape, open_device_for, with_windows
 from .errors import InvalidArgumentError
-from .kernels.dtypes import STORAGE
 from .kernels.ops import Ops
 from .models import ModelConfig, Plan, parameters
 from .weights.checkpoint import open_checkpoint
@@ -147,7 +146,7 @@ def loaded_bytes(
         kinds = weight_kinds(plan, source, config.dtype, dtype, quantization)
         return bytes_by_kind(parameter_shapes(plan, device.ops, kinds))
 
-    choices = [(dtype, None) for dtype in STORAGE] + [("auto", quantization) for quantization in QUANTIZATIONS[1:]]
+    choices = [(dtype, None) for dtype in DTYPES[1:]] + [("auto", quantization) for quantization in QUANTIZATIONS[1:]]
     try:
         sizes = {quantization or dtype: sum(by_kind(dtype, quantization).values()) for dtype, quantization in choices}
         return by_kind(options.dtype, options.quantization), sizes

@@ -27,10 +27,12 @@ class LLM:
     Args:
         model: a folder in Hugging Face layout, a .gguf file, a hub id; None is the demo model, SmolLM2-135M-Instruct.
         device: "auto", "cpu", "cuda", "cuda-sim" (CUDA kernels in Numba's simulator) or "reference" (NumPy), both for tests.
-        dtype: of the weights, "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Activations are float32.
-        quantization: "int8" or "int4" quantises the linear layers while loading.
-        kv_cache_dtype: of K and V, "auto" (the dtype of the weights), "float32", "bfloat16", "float16", or "int8", with a scale
-            for each token and head: about a quarter of the memory of float32, and less to read. Not on CUDA devices.
+        dtype: of the weights, "auto" (the checkpoint's; a GGUF file keeps its quantised bits), "float32", "bfloat16" or
+            "float16". Activations are float32.
+        quantization: "int8" or "int4" quantises the weights while loading; "int4" leaves embedding and output head in int8.
+        kv_cache_dtype: of K and V, "auto" (the dtype of the weights; float16 where a file has quantised ones), "float32",
+            "bfloat16", "float16", or "int8", with a scale for each token and head: about a quarter of the memory of float32,
+            and less to read. Not on CUDA devices.
         block_size: tokens a block holds.
         num_blocks: blocks to hold; None takes them from ``kv_cache_memory`` (bytes, or "512MiB"), or from what is free.
         max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows. It may be more where

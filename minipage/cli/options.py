@@ -35,8 +35,8 @@ class Option(NamedTuple):
 
 ENGINE_OPTIONS = (
     Option("device", str, "where to compute", DEVICES),
-    Option("dtype", str, "of the weights; auto: as the checkpoint says", DTYPES),
-    Option("quantization", str, "quantise the linear layers while loading", tuple(filter(None, QUANTIZATIONS))),
+    Option("dtype", str, "of the weights; auto: as the checkpoint has them, quantised ones too", DTYPES),
+    Option("quantization", str, "quantise the weights while loading", tuple(filter(None, QUANTIZATIONS))),
     Option("kv_cache_dtype", str, "of K and V; auto: as the weights", KV_CACHE_DTYPES),
     Option("block_size", int, "tokens a block of the KV cache holds"),
     Option("num_blocks", int, "blocks of the KV cache; or give --kv-cache-memory"),

@@ -97,7 +97,9 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     max_model_len = _max_model_len(model_config, config)
     plan = parameters(model_config)
     kinds = weight_kinds(plan, checkpoint.source, model_config.dtype, config.dtype, config.quantization)
-    params = load_parameters(plan, checkpoint.source, kinds, device, model_config, config.num_threads or physical_cores())
+    params = load_parameters(
+        plan, checkpoint.source, kinds, device, model_config, config.num_threads or physical_cores()
+    )
     num_speculative_tokens = config.num_speculative_tokens if config.speculative is not None else 0
     weight_bytes = bytes_by_kind(params.values())
     decoder = Decoder(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speed on a CPU, end to end: minipage beside llama.cpp and transformers, on the same weights in the same bits, in turns.
+"""Speed on a CPU, end to end: minipage beside llama.cpp and others, on the same weights in the same bits, in turns.
 
     python scripts/bench_decode.py                                           # minipage alone
     python scripts/bench_decode.py --peer-python PEERS/bin/python --json decode.json

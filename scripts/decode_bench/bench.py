@@ -20,8 +20,17 @@ from .roof import ReadRoof
 from .tasks import PROMPT, SHORT_CONTEXT, Settings, Task, decode_steps
 
 SIXTEEN_BITS = ("bfloat16", "float16")
-#: The number formats that a side is measured in; transformers has no 4 and 8 bits of this kind on a CPU.
-KINDS_OF = {OURS: tuple(KINDS), "llama.cpp": tuple(KINDS), "transformers": ("float32", "bfloat16")}
+#: The number formats that a side is measured in: those that it has on a CPU.
+KINDS_OF = {
+    OURS: tuple(KINDS),
+    "llama.cpp": tuple(KINDS),
+    "transformers": ("float32", "bfloat16"),
+    "ctranslate2": ("float32", "int8"),
+}
+FOLDER_READERS = (
+    "transformers",
+    "ctranslate2",
+)  #: convert a Hugging Face folder; the others read a GGUF file of each format
 PAUSE_S = 0.05  #: after a side's turn, for its threads to go to sleep
 
 
@@ -112,8 +121,8 @@ class Bench:
         time.sleep(PAUSE_S)
 
     def settings(self, side: Side, kind: str, tasks: Sequence[Task]) -> Settings:
-        """What a side is opened with: the GGUF file of the format; for transformers a folder, which it converts."""
-        if side.name == "transformers":
+        """What a side is opened with: the GGUF file of the format, or a folder in float32."""
+        if side.name in FOLDER_READERS:
             path = hugging_face_folder(self.model, self.args.cache)
         else:
             path = gguf_of_kind(self.model, kind, self.args.cache)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from minipage.errors import InvalidArgumentError
 from minipage.kernels.dtypes import to_float32
-from minipage.text.gguf_vocabulary import build_backend
+from minipage.text.gguf_vocabulary import build_backend, read_vocabulary_settings
 from minipage.weights.gguf import open_gguf
 from minipage.weights.gguf_header import read_header, row_bytes
 
@@ -107,7 +107,9 @@ def _write_hugging_face(source: Path, folder: Path) -> None:
         _write_json(folder / "config.json", {**tensors.config, "dtype": "float32"})
         if tensors.vocabulary:
             build_backend(tensors.vocabulary).save(str(folder / "tokenizer.json"))
-            _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            settings, _ = read_vocabulary_settings(tensors.vocabulary)
+            special = {"tokenizer_class": "PreTrainedTokenizerFast", **settings.special_tokens}
+            _write_json(folder / "tokenizer_config.json", special)
     finally:
         tensors.close()
 

@@ -18,7 +18,11 @@ from .tasks import Settings, Task
 SCRIPTS = Path(__file__).resolve().parent.parent
 OURS = "minipage"
 #: Peer -> what has to be importable for it.
-PEER_MODULES = {"llama.cpp": ("llama_cpp",), "transformers": ("transformers", "torch")}
+PEER_MODULES = {
+    "llama.cpp": ("llama_cpp",),
+    "transformers": ("transformers", "torch"),
+    "ctranslate2": ("ctranslate2", "transformers", "torch"),  # the last two to convert the checkpoint
+}
 LLAMA_CLIS = ("llama-completion", "llama-cli")  #: the older llama-cli is what llama-completion is now
 CLI_CONTEXT = 256  #: tokens that command lines make room for
 TIMEOUT_S = 30.0  #: for a process to end that has been told to

@@ -20,6 +20,7 @@ from .tasks import Engine, Settings, Task
 ENGINES = {
     "minipage": ("minipage_engine", "MinipageEngine"),
     "llama.cpp": ("llama_cpp_engine", "LlamaCppEngine"),
+    "ctranslate2": ("ctranslate2_engine", "CTranslate2Engine"),
     "transformers": ("transformers_engine", "TransformersEngine"),
 }
 

@@ -50,10 +50,13 @@ def linear(out: Array, x: Array, panels: Array, bias: Array, share: Share) -> No
     while first < len(panels):
         for p in range(first, min(first + count, len(panels))):
             t = 0
-            while t + 6 <= len(x):  # as many rows as fill the registers, then fewer
+            while t + 6 <= len(x) and t + 8 != len(x):  # as many rows as fill the registers, then fewer; 8 are twice 4
                 _six_rows(out[t:], x[t:], panels[p], bias, p)
                 t += 6
-            while t + 2 <= len(x):
+            while t + 4 <= len(x):
+                _four_rows(out[t:], x[t:], panels[p], bias, p)
+                t += 4
+            if t + 2 <= len(x):
                 _two_rows(out[t:], x[t:], panels[p], bias, p)
                 t += 2
             if t < len(x):
@@ -71,7 +74,7 @@ def _rows_of_floats(rows: int) -> Callable[..., None]:
     return run
 
 
-_six_rows, _two_rows, _one_row = _rows_of_floats(6), _rows_of_floats(2), _rows_of_floats(1)
+_six_rows, _four_rows, _two_rows, _one_row = map(_rows_of_floats, (6, 4, 2, 1))
 
 
 def embed(out: Array, panels: Array, token_ids: Array, share: Share) -> None:

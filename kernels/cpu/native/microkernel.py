@@ -23,7 +23,6 @@ from .vector import FLOAT, Builder, Value, long
 
 _SPAN = 64  #: products that are added one after the other before their sum joins the total
 _AT_ONCE = 4  #: products of a span that a loop has written out
-_CHAINS = 4  #: spans that one row works on side by side
 
 
 def _multiply_in_python(
@@ -49,10 +48,7 @@ def _multiply_compiled(
     context: Any, rows: Any, lanes: Any, columns: Any, accumulate: Any, x: Any, w: Any, out: Any, ahead: Any
 ) -> Any:
     """What :data:`multiply` computes, as LLVM vector code; made for each combination of literals and storage in use."""
-    # A panel is long, and has a few rows too few sums for the machine to be busy while it waits for one: let them work on
-    # several spans, and write out several steps of the loop.
     is_panel = isinstance(columns, types.Literal)
-    chains = max(1, _CHAINS // rows.literal_value) if is_panel else 1
     width = lanes.literal_value
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
@@ -61,13 +57,8 @@ def _multiply_compiled(
         with vector.count_up(builder, long(0), num_columns, width) as column:
             tile = Tile(builder, rows.literal_value, width, x, w, column, args[7], _AT_ONCE if is_panel else 1)
             tile.begin(out if accumulate.literal_value else None)
-            together = long(chains * _SPAN)
-            whole = builder.mul(builder.sdiv(w.rows, together), together) if chains > 1 else long(0)
-            if chains > 1:
-                with vector.count_up(builder, long(0), whole, chains * _SPAN) as first:
-                    tile.add_spans(first, long(_SPAN), chains)
-            with vector.count_up(builder, whole, w.rows, _SPAN) as first:
-                tile.add_spans(first, vector.smaller(builder, builder.sub(w.rows, first), long(_SPAN)), 1)
+            with vector.count_up(builder, long(0), w.rows, _SPAN) as first:
+                tile.add_span(first, vector.smaller(builder, builder.sub(w.rows, first), long(_SPAN)))
             tile.store(out)
         return context.get_dummy_value()
 
@@ -125,33 +116,34 @@ class Tile:
                 first = vector.load(b, out.data, FLOAT, out.offset(b, long(m), self._column), self._lanes)
             b.store(first, total)
 
-    def add_spans(self, first: Value, length: Value, count: int) -> None:
-        """Add ``count`` spans of ``length`` products from k = ``first`` on: side by side, and then to the total in order."""
+    def add_span(self, first: Value, length: Value) -> None:
+        """Add ``length`` products from k = ``first`` on: one after the other, and their sum to the total."""
         b = self._b
-        sums = [[cgutils.alloca_once(b, self._zero.type) for _ in self._rows] for _ in range(count)]
-        for span in sums:
-            for total in span:
-                b.store(self._zero, total)
+        span = [cgutils.alloca_once(b, self._zero.type) for _ in self._rows]
+        for total in span:
+            b.store(self._zero, total)
         even = b.and_(length, long(-self._at_once))
         loops = [(long(0), even, self._at_once), (even, length, 1)] if self._at_once > 1 else [(long(0), length, 1)]
         for start, stop, step in loops:
             with vector.count_up(b, start, stop, step) as i:
+                self._fetch(b.add(first, i), step)
                 for k in (b.add(b.add(first, i), long(j)) for j in range(step)):
-                    for c, span in enumerate(sums):
-                        self._add_products(b.add(k, long(c * _SPAN)), span)
-        for span in sums:
-            for total, part in zip(self._totals, span, strict=True):
-                b.store(b.fadd(b.load(total), b.load(part)), total)
+                    self._add_products(k, span)
+        for total, part in zip(self._totals, span, strict=True):
+            b.store(b.fadd(b.load(total), b.load(part)), total)
+
+    def _fetch(self, k: Value, count: int) -> None:
+        """Fetch what lies ahead of ``count`` rows from k on; in a panel they are one stream."""
+        b, w = self._b, self._w
+        size = w.dtype.bitwidth // 8
+        if not _is_zero(self._ahead):
+            row = b.gep(w.data, [w.offset(b, k, self._column)])
+            for line in range(0, count * self._lanes * size, 64):
+                vector.prefetch(b, row, b.add(self._ahead, long(line)))
 
     def _add_products(self, k: Value, span: list[Value]) -> None:
         b, w = self._b, self._w
-        offset = w.offset(b, k, self._column)
-        size = w.dtype.bitwidth // 8
-        if not _is_zero(self._ahead) and size < 4:
-            row = b.gep(w.data, [offset])
-            for line in range(0, self._lanes * size, 64):
-                vector.prefetch(b, row, b.add(self._ahead, long(line)))
-        weights = vector.load_as_float32(b, w.dtype, w.data, offset, self._lanes)
+        weights = vector.load_as_float32(b, w.dtype, w.data, w.offset(b, k, self._column), self._lanes)
         for m, total in enumerate(span):
             scalar = vector.load(b, self._x.data, FLOAT, self._x.offset(b, long(m), k))
             factor = vector.splat(b, scalar, self._lanes)

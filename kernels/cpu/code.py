@@ -27,6 +27,7 @@ logger = logging.getLogger("minipage")
 
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
 _CHECKSUM_BYTES = 32
+_seconds = 0.0  #: that compiling has taken
 _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
 
@@ -110,9 +111,8 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
-    announce = _Announcement(name)
-    code = compile()
-    announce.done()
+    with _progress(name):
+        code = compile()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
@@ -124,19 +124,23 @@ def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
     return code
 
 
-class _Announcement:
-    """Says what is being compiled, since the first start on a machine takes a while."""
-
-    _said = False
-
-    def __init__(self, name: str) -> None:
-        if not _Announcement._said:
-            logger.info("compiling kernels for this machine; later starts find them in %s", cache_folder())
-            _Announcement._said = True
-        self._name, self._start = name, time.perf_counter()
-
-    def done(self) -> None:
-        logger.info("compiled %s in %.1f s", self._name, time.perf_counter() - self._start)
+@contextmanager
+def _progress(name: str) -> Iterator[None]:
+    """Says what is being compiled and how long all of it has taken: the first start on a machine is a long one."""
+    global _seconds
+    what = f"compiling kernels for this machine, once ({_seconds:.0f} s so far): {name}"
+    start = time.perf_counter()
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)  # over the line before
+    elif not _seconds:
+        logger.warning("compiling kernels for this machine, once; this takes about half a minute")
+    yield
+    _seconds += time.perf_counter() - start
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    logger.info(
+        "compiled %s: %.1f s, %.1f s so far, kept in %s", name, time.perf_counter() - start, _seconds, cache_folder()
+    )
 
 
 def _load(code: bytes) -> int:

@@ -5,6 +5,7 @@
     plan.py                                which tensors become which parameters
     registry.py                            the families, each in one small file: llama.py
     decoder.py                             the forward pass, on whatever op set it is handed
+    calibration.py                         the same in plain NumPy, for a look at what its layers read
 
 Nothing here knows of the engine or of a kernel.
 """

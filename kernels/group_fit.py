@@ -75,5 +75,5 @@ def _search(
 
 
 def _not_zero(divisor: Array) -> Array:
-    """The divisor, and 1 where it is 0: what is divided there is 0, too."""
-    return np.where(divisor == 0, np.float32(1), divisor)
+    """The divisor, and 1 where it is 0 or so small that its inverse overflows: what is divided there is as small."""
+    return np.where(np.abs(divisor) < np.finfo(np.float32).tiny, np.float32(1), divisor)

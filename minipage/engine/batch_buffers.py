@@ -9,7 +9,7 @@ import numpy as np
 from ..device.base import Device
 from ..kernels.ops import Array
 from ..models.batch import Batch
-from .scheduler import Scheduled
+from .step import Scheduled
 
 
 class BatchBuffers:

@@ -19,7 +19,8 @@ from .output import logprob_dict
 from .request import Request
 from .request import Sequence as TokenSequence
 from .sampler import SampledToken, SamplingError, prompt_logprobs
-from .scheduler import Scheduled, Scheduler
+from .scheduler import Scheduler
+from .step import Scheduled
 from .tracked import OnOutput, Tracked
 
 Candidates = tuple[tuple[int, float, int], ...]  #: (token id, logprob, rank), the most likely first

@@ -19,8 +19,9 @@ from .prompt import Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
 from .sampled import SampledRequest
-from .scheduler import Scheduled, Scheduler, Step
+from .scheduler import Scheduler
 from .stats import Stats
+from .step import Scheduled, Step
 from .tracked import OnOutput, Tracked
 
 Params = SamplingParams | BeamSearchParams

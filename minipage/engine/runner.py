@@ -14,7 +14,7 @@ from ..device.kv_cache import KVCache
 from ..models.decoder import Decoder
 from .batch_buffers import BatchBuffers
 from .preemption import PreemptionCost
-from .scheduler import Step
+from .step import Step
 
 _RECORDINGS = 64  #: of the latest shapes of steps that are kept; one takes some hundred kilobytes
 

@@ -11,7 +11,8 @@ from .output import PromptLogprobs, SequenceOutput
 from .request import Request
 from .request import Sequence as TokenSequence
 from .sampler import SampledToken, SamplingError, SamplingRow, sample
-from .scheduler import Scheduled, Scheduler
+from .scheduler import Scheduler
+from .step import Scheduled
 from .tracked import OnOutput, Tracked
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .request import Request
 from .sampler import SamplingError
-from .scheduler import Scheduled, Scheduler
+from .scheduler import Scheduler
+from .step import Scheduled
 
 OnOutput = Callable[[RequestOutput], None]
 

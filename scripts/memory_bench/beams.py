@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from minipage import LLM, BeamSearchParams
 from minipage.engine.runner import Runner
-from minipage.engine.scheduler import Step
+from minipage.engine.step import Step
 
 from . import paper
 from .report import Row

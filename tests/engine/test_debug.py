@@ -15,7 +15,8 @@ from helpers.checks import TIGHT, assert_idle_and_whole, greedy_params, result, 
 from minipage import LLM, BeamSearchParams
 from minipage.cache import BlockCopy, BlockTable, Swap
 from minipage.engine.debug import CheckedEngine, CheckedKVCache
-from minipage.engine.scheduler import Scheduler, Step
+from minipage.engine.scheduler import Scheduler
+from minipage.engine.step import Step
 
 SEED = 5
 NEW = 10

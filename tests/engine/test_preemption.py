@@ -16,7 +16,7 @@ from helpers.pressure import Ask, Seen, Watch, all_tables, assert_limits, byte_m
 from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.engine.preemption import PreemptionCost
 from minipage.engine.request import Request, Status
-from minipage.engine.scheduler import Step
+from minipage.engine.step import Step
 
 MODEL_SEED = 3
 VOCAB = 256  #: the bytes of the tokenizer

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from minipage.cache import RELEASED, BlockManager, Group, copy_launches
 from minipage.engine.request import Request, Sequence, Status
-from minipage.engine.scheduler import Scheduled, Scheduler, Step
+from minipage.engine.scheduler import Scheduler
+from minipage.engine.step import Scheduled, Step
 from minipage.sampling_params import BeamSearchParams, SamplingParams
 
 BLOCK = 4

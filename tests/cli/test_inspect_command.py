@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.models import history_model, history_tensors
+from helpers.gguf_files import write_gguf
+from helpers.models import HISTORY_CONFIG, history_model, history_tensors
 
 from minipage import LLM
 from minipage.inspection import SHAREGPT_MEAN_LENGTHS, ModelReport, inspect_model
@@ -42,6 +43,25 @@ def assert_agrees(report: ModelReport, llm: LLM) -> None:
     capacity = report.capacity(10**6, length=100)
     assert capacity.num_blocks == llm.stats().num_blocks
     assert capacity.num_tokens * report.kv_shape.bytes_per_token == llm.info.kv_cache_bytes
+
+
+@pytest.mark.parametrize(
+    "keywords", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "float32"}]
+)
+def test_inspect_agrees_on_a_quantised_file(keywords: dict[str, Any], tmp_path: Path) -> None:
+    """A GGUF file of several types: the bytes of each kind, and the dtype of K and V, are those that are loaded."""
+    config = {**HISTORY_CONFIG, "intermediate_size": 64}
+    types = {"model.embed_tokens.weight": "Q8_0", "lm_head.weight": "F16"}
+    tensors = history_tensors(3, config)
+    path = str(write_gguf(tmp_path / "model.gguf", config, tensors, matrix_type="Q4_1", types=types))
+    report = inspect_model(path, device="cpu", **keywords)
+    with LLM(path, device="cpu", kv_cache_memory="1MB", **keywords) as llm:
+        assert report.weight_kinds == llm.info.weight_kinds
+        assert sum(report.weight_kinds.values()) == llm.info.weight_bytes
+        assert report.kv_shape == llm.info.kv_shape
+    if not keywords:
+        assert report.weight_kinds.keys() == {"int4", "int8", "float16", "float32"}
+        assert report.kv_shape.dtype == "float16"
 
 
 def test_inspect_counts_parameters_and_dtypes(tmp_path: Path) -> None:

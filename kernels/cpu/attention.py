@@ -61,13 +61,14 @@ def _kernel(dtype: np.dtype, *constants: int) -> Kernel:
     return Kernel("attention:paged_attention_of", signature, *constants)
 
 
-def _shape_of_code(group: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-    """Rows that are computed together, as many as divide the heads that share a kv head (those of one query are rows of a
-    task); and lanes that divide a block and a head. Odd sizes share one slow kernel.
+def _shape_of_code(group: int, block_size: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Constants of the code: many or few rows at once, which divide the heads that share a kv head (they are the rows of a
+    query), and lanes that divide a block and a head. Odd sizes share one slow kernel.
     """
     if head_dim % 16 or block_size % 8:
-        return 4, 1, 1
-    return 3 if group % 3 == 0 else 4, 16 if block_size % 16 == 0 else 8, 16
+        return 4, 1, 1, 1
+    rows = (6, 3) if group % 3 == 0 else (4, 1)
+    return *rows, 16 if block_size % 16 == 0 else 8, 16
 
 
 _ROOM = "float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, ::1]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _PART = 256  #: tokens of a part, about
-_ROWS = 16  #: rows of a task, about
+_ROWS = 24  #: rows of a task, about
 
 
 def part_size(block_size: int) -> int:

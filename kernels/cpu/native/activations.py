@@ -12,9 +12,11 @@ from numba.extending import intrinsic
 
 from ...ops import GROUP_SIZE, Array
 from .share import Share, inner, part
+from .vector import FLOAT, INT, across, constant, load, long, splat, store
 
 _SMALLEST = np.float32(1e-30)  #: groups without a larger number count as zeros
 _ROUND = np.float32(12582912)  # 1.5 * 2^23: added to a small number, it leaves the nearest integer in the last bits
+_ROUND_BITS = 0x4B400000
 _INFINITE = np.int32(0x7F800000)
 
 
@@ -28,12 +30,18 @@ def quantize(x: Array, codes: Array, scales: Array, sums: Array, largest: int, s
     for task in range(first, last):
         t, group = task // num_groups, task % num_groups
         start = group * GROUP_SIZE
-        stop = min(start + GROUP_SIZE, x.shape[1])
-        _quantize_group(x[t, start:stop], codes[t, start : start + GROUP_SIZE], scales[t], sums[t], group, largest)
+        if start + GROUP_SIZE <= x.shape[1]:
+            whole, target = x[t, start : start + GROUP_SIZE], codes[t, start : start + GROUP_SIZE]
+            limit = np.float32(largest)
+            magnitude, inverse = _spread(group_top(whole), limit)
+            sums[t, group] = np.float32(round_group(whole, inverse, target))
+            scales[t, group] = magnitude / limit
+        else:
+            _quantize_rest(x[t, start:], codes[t, start : start + GROUP_SIZE], scales[t], sums[t], group, largest)
 
 
 @inner
-def _quantize_group(x: Array, codes: Array, scales: Array, sums: Array, group: int, largest: int) -> None:
+def _quantize_rest(x: Array, codes: Array, scales: Array, sums: Array, group: int, largest: int) -> None:
     limit = np.float32(largest)
     magnitude, inverse = magnitude_of(x, limit)
     total = np.int32(0)
@@ -54,6 +62,12 @@ def magnitude_of(x: Array, limit: Any) -> tuple[Any, Any]:
     top = np.int32(0)
     for i in range(len(x)):
         top = max(top, _bits(x[i]) & np.int32(0x7FFFFFFF))
+    return _spread(top, limit)
+
+
+@inner
+def _spread(top: Any, limit: Any) -> tuple[Any, Any]:
+    """As :func:`magnitude_of`, for the bits of the largest magnitude."""
     if top >= _INFINITE:
         return np.float32(np.nan), np.float32(0)
     magnitude = _number(top)
@@ -65,7 +79,55 @@ def magnitude_of(x: Array, limit: Any) -> tuple[Any, Any]:
 @inner
 def rounded(x: Any) -> Any:
     """A number of at most 2^22 as the nearest int32, ties to even."""
-    return _bits(x + _ROUND) - np.int32(0x4B400000)
+    return _bits(x + _ROUND) - np.int32(_ROUND_BITS)
+
+
+# ---- a whole group, as vector code -------------------------------------------------------------------------------------
+
+_LANES = 8
+
+
+def _group_top_in_python(x: Array) -> Any:
+    return (np.ascontiguousarray(x).view(np.int32) & np.int32(0x7FFFFFFF)).max()
+
+
+def _round_group_in_python(x: Array, inverse: Any, codes: Array) -> Any:
+    codes[:] = np.rint(x * inverse) if inverse else 0
+    return codes.sum(dtype=np.int32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _group_top_compiled(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        wide = ir.VectorType(INT, _LANES)
+        top = constant(INT, _LANES, 0)
+        for start in range(0, GROUP_SIZE, _LANES):
+            bits = builder.bitcast(load(builder, data, FLOAT, long(start), _LANES), wide)
+            bits = builder.and_(bits, constant(INT, _LANES, 0x7FFFFFFF))
+            top = builder.select(builder.icmp_signed(">", bits, top), bits, top)
+        return across(builder, "smax", top)
+
+    return types.int32(x), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round_group_compiled(context: Any, x: Any, inverse: Any, codes: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        target = context.make_array(signature.args[2])(context, builder, args[2]).data
+        wide, narrow = ir.VectorType(INT, _LANES), ir.VectorType(ir.IntType(codes.dtype.bitwidth), _LANES)
+        factor = splat(builder, args[1], _LANES)
+        total = constant(INT, _LANES, 0)
+        for start in range(0, GROUP_SIZE, _LANES):
+            scaled = builder.fmul(load(builder, data, FLOAT, long(start), _LANES), factor)
+            shifted = builder.bitcast(builder.fadd(scaled, constant(FLOAT, _LANES, float(_ROUND))), wide)
+            rounded = builder.sub(shifted, constant(INT, _LANES, _ROUND_BITS))
+            total = builder.add(total, rounded)
+            store(builder, builder.trunc(rounded, narrow), target, long(start))
+        return across(builder, "add", total)
+
+    return types.int32(x, types.float32, codes), generate
 
 
 def _bits_in_python(value: Any) -> Any:
@@ -96,5 +158,9 @@ def _number_compiled(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
+#: ``group_top(x)``: the bits of the largest magnitude of x [32] float32.
+#: ``round_group(x, inverse, codes)``: codes [32] = x * inverse, to nearest; returns their sum.
+group_top = _group_top_in_python if numba.config.DISABLE_JIT else _group_top_compiled
+round_group = _round_group_in_python if numba.config.DISABLE_JIT else _round_group_compiled
 _bits = _bits_in_python if numba.config.DISABLE_JIT else _bits_compiled
 _number = _number_in_python if numba.config.DISABLE_JIT else _number_compiled

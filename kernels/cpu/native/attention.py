@@ -39,9 +39,9 @@ class Run(NamedTuple):
     position: int
 
 
-def paged_attention_of(tile: int, token_lanes: int, dim_lanes: int) -> Callable[..., None]:
-    """The kernel for ``tile`` rows at once, and for block and head sizes that these lanes divide."""
-    reduce = reduce_of(tile, token_lanes, dim_lanes)
+def paged_attention_of(many: int, few: int, token_lanes: int, dim_lanes: int) -> Callable[..., None]:
+    """The kernel for these constants of :func:`.attention_part.reduce_of`."""
+    reduce = reduce_of(many, few, token_lanes, dim_lanes)
 
     def paged_attention(
         out: Array,

@@ -41,9 +41,11 @@ class Room(NamedTuple):
     seen: Array  #: [R, 2] int64: the first token that a row sees, and the one after the last
 
 
-def reduce_of(tile: int, token_lanes: int, dim_lanes: int) -> Callable[..., None]:
-    """The function that reduces a part, for ``tile`` rows at once, and block and head sizes that these lanes divide."""
-    score, weigh = _score_of(tile, token_lanes), _weigh_of(tile, dim_lanes)
+def reduce_of(many: int, few: int, token_lanes: int, dim_lanes: int) -> Callable[..., None]:
+    """The function that reduces a part, for ``many`` or ``few`` rows at once (which divide those of a query), and block and
+    head sizes that these lanes divide.
+    """
+    score, weigh = _score_of(many, few, token_lanes), _weigh_of(many, few, dim_lanes)
 
     @inner
     def reduce(
@@ -91,22 +93,22 @@ def _cap(scores: Array, scale: Any, soft_cap: Any) -> None:
         scores[t] = soft_cap * np.float32(np.tanh(scores[t] * scale / soft_cap))
 
 
-def _score_of(tile: int, lanes: int) -> Callable[..., None]:
+def _score_of(many: int, few: int, lanes: int) -> Callable[..., None]:
     @inner
     def score(num_rows: int, queries: Array, keys: Array, scores: Array, ahead: int) -> None:
         """scores [rows, B] = queries [rows, D] @ keys [D, B]."""
         columns, row = keys.shape[1], 0
-        while row + tile <= num_rows:
-            multiply(tile, lanes, columns, False, queries[row:], keys, scores[row:], ahead)
-            row += tile
+        while row + many <= num_rows:
+            multiply(many, lanes, columns, False, queries[row:], keys, scores[row:], ahead)
+            row += many
         while row < num_rows:
-            multiply(1, lanes, columns, False, queries[row:], keys, scores[row:], ahead)
-            row += 1
+            multiply(few, lanes, columns, False, queries[row:], keys, scores[row:], ahead)
+            row += few
 
     return score
 
 
-def _weigh_of(tile: int, lanes: int) -> Callable[..., None]:
+def _weigh_of(many: int, few: int, lanes: int) -> Callable[..., None]:
     @inner
     def weigh(num_rows: int, sums: Array, weights: Array, values: Array, seen: Array, start: int, ahead: int) -> None:
         """Add weights @ values of the block that begins at token ``start`` to the sums of the rows.
@@ -116,24 +118,24 @@ def _weigh_of(tile: int, lanes: int) -> Callable[..., None]:
         columns, row = values.shape[1], 0
         while row < num_rows:
             first, end = max(seen[row, 0] - start, 0), min(seen[row, 1] - start, len(values))
-            alike = 1
-            while (
-                alike < tile
-                and row + alike < num_rows
-                and (
-                    max(seen[row + alike, 0] - start, 0) == first
-                    and min(seen[row + alike, 1] - start, len(values)) == end
-                )
-            ):
-                alike += 1
-            if first < end and alike == tile:
-                multiply(tile, lanes, columns, True, weights[row:, first:end], values[first:end], sums[row:], ahead)
+            alike = few  # rows of one query see the same
+            while alike < many and row + alike < num_rows and _sees(seen, row + alike, start, len(values), first, end):
+                alike += few
+            if first < end and alike == many:
+                multiply(many, lanes, columns, True, weights[row:, first:end], values[first:end], sums[row:], ahead)
             elif first < end:
-                for i in range(row, row + alike):
-                    multiply(1, lanes, columns, True, weights[i:, first:end], values[first:end], sums[i:], ahead)
+                for i in range(row, row + alike, few):
+                    multiply(few, lanes, columns, True, weights[i:, first:end], values[first:end], sums[i:], ahead)
             row += alike
 
     return weigh
+
+
+@inner
+def _sees(seen: Array, row: int, start: int, size: int, first: int, end: int) -> bool:
+    """Whether a row sees the tokens first .. end of the block that begins at ``start``."""
+    is_same: bool = max(seen[row, 0] - start, 0) == first and min(seen[row, 1] - start, size) == end
+    return is_same
 
 
 @inner

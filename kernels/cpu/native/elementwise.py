@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from ...ops import Array
-from .exponential import exp
+from .gates import gelu_tanh, silu
 from .share import Share, inner, part
 
 _SILU, _GELU, _GELU_TANH = range(3)  #: places in ops.ACTIVATIONS
@@ -23,27 +22,15 @@ def gated_activation(out: Array, gate_up: Array, activation: int, share: Share) 
 
 @inner
 def _activate(out: Array, gate: Array, up: Array, activation: int) -> None:
-    half, one = np.float32(0.5), np.float32(1)
     if activation == _SILU:
-        for i in range(len(out)):
-            out[i] = gate[i] / (one + exp(-gate[i])) * up[i]
+        silu(out, gate, up)
     elif activation == _GELU:
+        half, one = np.float32(0.5), np.float32(1)
         for i in range(len(out)):
             error = np.float32(math.erf(gate[i] * np.float32(math.sqrt(0.5))))
             out[i] = half * gate[i] * (one + error) * up[i]
     else:
-        for i in range(len(out)):
-            out[i] = half * gate[i] * (one + _tanh(_cubic(gate[i]))) * up[i]
-
-
-@inner
-def _cubic(x: Any) -> Any:
-    return np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-
-
-@inner
-def _tanh(x: Any) -> Any:
-    return np.float32(math.tanh(x))
+        gelu_tanh(out, gate, up)
 
 
 def add(out: Array, x: Array, y: Array, share: Share) -> None:

@@ -5,13 +5,7 @@ e^x = 2^n e^r, with x = n ln 2 + r and a polynomial for e^r (that of Cephes' exp
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
-import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from .vector import FLOAT, INT, Builder, Value, constant, fused_multiply_add
 
@@ -44,22 +38,3 @@ def exp_of(builder: Builder, x: Value) -> Value:
     power = builder.bitcast(builder.shl(exponent, constant(INT, lanes, 23)), x.type)
     value = builder.fmul(builder.fadd(p, number(1.0)), power)
     return builder.select(builder.fcmp_ordered("<", x, number(_LOWEST)), number(0.0), value)
-
-
-def _exp_in_python(x: Any) -> Any:
-    return np.exp(np.float32(x))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _exp_compiled(context: Any, x: Any) -> Any:
-    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
-        one = ir.VectorType(FLOAT, 1)
-        index = ir.Constant(INT, 0)
-        vector = builder.insert_element(ir.Constant(one, ir.Undefined), args[0], index)
-        return builder.extract_element(exp_of(builder, vector), index)
-
-    return types.float32(types.float32), generate
-
-
-#: ``exp(x)``: e^x of one float32, as :func:`exp_of` has it.
-exp = _exp_in_python if numba.config.DISABLE_JIT else _exp_compiled

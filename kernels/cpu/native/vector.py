@@ -19,7 +19,7 @@ Type = Any  #: llvmlite.ir.Type
 
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 BYTE, SHORT, INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_SIZES = {FLOAT: 4, HALF: 2, BYTE: 1, SHORT: 2, INT: 1}  #: alignment; the words of codes lie anywhere
+_ALIGNMENT = {FLOAT: 4, HALF: 2, BYTE: 1, SHORT: 2, INT: 1}  #: the words of codes lie anywhere
 
 
 def long(value: int) -> Value:
@@ -43,14 +43,14 @@ def load(builder: Builder, pointer: Value, element: Type, index: Value, lanes: i
     """Element ``index`` behind a pointer, or ``lanes`` neighbours from there as a vector."""
     kind = ir.VectorType(element, lanes) if lanes else element
     value = builder.load(_address(builder, pointer, element, index, kind))
-    value.align = _SIZES[element]
+    value.align = _ALIGNMENT[element]
     return value
 
 
 def store(builder: Builder, vector: Value, pointer: Value, index: Value) -> None:
     """Store a vector as the elements from ``index`` on behind a pointer."""
     element = vector.type.element
-    builder.store(vector, _address(builder, pointer, element, index, vector.type)).align = _SIZES[element]
+    builder.store(vector, _address(builder, pointer, element, index, vector.type)).align = _ALIGNMENT[element]
 
 
 def prefetch(builder: Builder, pointer: Value, distance: Value) -> None:
@@ -86,6 +86,15 @@ def fused_multiply_add(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(z.type, [z.type] * 3), name)
     return builder.call(function, [x, y, z])
+
+
+def across(builder: Builder, operation: str, vector: Value) -> Value:
+    """The "add" or "smax" (signed maximum) of all lanes of a vector of int32, where the order is no matter."""
+    name = f"llvm.vector.reduce.{operation}.v{vector.type.count}i32"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(INT, [vector.type]), name)
+    return builder.call(function, [vector])
 
 
 def smaller(builder: Builder, x: Value, y: Value) -> Value:

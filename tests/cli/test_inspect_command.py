@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.gguf_files import write_gguf
-from helpers.models import HISTORY_CONFIG, history_model, history_tensors
+from helpers.models import HISTORY_CONFIG, VOCAB_SIZE, history_model, history_tensors
 
 from minipage import LLM
 from minipage.inspection import SHAREGPT_MEAN_LENGTHS, ModelReport, inspect_model
@@ -53,7 +53,10 @@ def test_inspect_agrees_on_a_quantised_file(keywords: dict[str, Any], tmp_path: 
     config = {**HISTORY_CONFIG, "intermediate_size": 64}
     types = {"model.embed_tokens.weight": "Q8_0", "lm_head.weight": "F16"}
     tensors = history_tensors(3, config)
-    path = str(write_gguf(tmp_path / "model.gguf", config, tensors, matrix_type="Q4_1", types=types))
+    vocabulary = {"model": "llama", "tokens": [f"t{i}" for i in range(VOCAB_SIZE)], "scores": [0.0] * VOCAB_SIZE}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    file = tmp_path / "model.gguf"
+    path = str(write_gguf(file, config, tensors, matrix_type="Q4_1", types=types, metadata=metadata))
     report = inspect_model(path, device="cpu", **keywords)
     with LLM(path, device="cpu", kv_cache_memory="1MB", **keywords) as llm:
         assert report.weight_kinds == llm.info.weight_kinds

@@ -137,16 +137,20 @@ class BlockManager:
 
     def can_append(self, wanted: Sequence[tuple[Tables, int]]) -> bool:
         """Whether :meth:`append` will do for all of these together, each with its number of tokens."""
-        needed = 0
+        needed = sum([table.blocks_needed(count) for tables, count in wanted for table in tables.tables])
+        free = self.allocator.num_free_blocks
+        return needed <= free or needed - self._kept(wanted) <= free
+
+    def _kept(self, wanted: Sequence[tuple[Tables, int]]) -> int:
+        """How many of the copies that each of these needs by itself are not made: the last to copy a block may keep it."""
+        kept = 0
         to_copy: dict[int, int] = {}  # tables that have not copied a shared last block yet
-        for tables, num_tokens in wanted:
-            for table in tables.tables:
-                needed += table.blocks_needed(num_tokens)
-                if table.must_copy(num_tokens) and not self.allocator.is_cached(table.blocks[-1]):
-                    last = table.blocks[-1]
-                    to_copy[last] = to_copy.get(last, self.allocator.ref_count(last)) - 1
-                    needed -= to_copy[last] == 0  # the last one may keep the block
-        return needed <= self.allocator.num_free_blocks
+        for table, num_tokens in ((table, num_tokens) for tables, num_tokens in wanted for table in tables.tables):
+            if table.must_copy(num_tokens) and not self.allocator.is_cached(table.blocks[-1]):
+                last = table.blocks[-1]
+                to_copy[last] = to_copy.get(last, self.allocator.ref_count(last)) - 1
+                kept += to_copy[last] == 0
+        return kept
 
     def append(self, tables: Tables, num_tokens: int) -> list[BlockCopy]:
         """Claim slots for ``num_tokens`` more tokens, which :meth:`can_append` allows; returns the copies to make first."""

@@ -60,6 +60,8 @@ class BlockTable:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.blocks: list[int] = []
         self.num_tokens = 0  #: slots claimed, whether their K and V are computed or not
+        #: How often entries were replaced or taken away: while it stays the same, ``blocks`` only gets longer.
+        self.num_changes = 0
         self.prefix: Prefix | None = None  #: the leading blocks that the prefix cache has seen; kept by the cache
         self._allocator = allocator
         self._block_size = block_size
@@ -82,17 +84,19 @@ class BlockTable:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
-        needed, free = self.blocks_needed(num_tokens), self._allocator.num_free_blocks
+        must_copy, length = self.must_copy(num_tokens), self._num_blocks(self.num_tokens + num_tokens)
+        needed, free = length - len(self.blocks) + must_copy, self._allocator.num_free_blocks
         if needed > free:
             raise OutOfBlocks(f"{needed} blocks are needed and {free} are free")
         copies = []
-        if self.must_copy(num_tokens):
+        if must_copy:
             copy = BlockCopy(src=self.blocks[-1], dst=self._allocator.allocate())
             self._allocator.free(copy.src)
             self.blocks[-1] = copy.dst
+            self.num_changes += 1
             copies.append(copy)
         self.num_tokens += num_tokens
-        while len(self.blocks) < self._num_blocks(self.num_tokens):
+        while len(self.blocks) < length:
             self.blocks.append(self._allocator.allocate())
         return copies
 
@@ -116,6 +120,7 @@ class BlockTable:
             if index * self._block_size >= self._sinks and self.blocks[index] != RELEASED:
                 self._allocator.free(self.blocks[index])
                 self.blocks[index] = RELEASED
+                self.num_changes += 1
         self._num_rolled = max(self._num_rolled, first_seen)
 
     def fork(self, num_tokens: int | None = None) -> BlockTable:
@@ -138,6 +143,7 @@ class BlockTable:
         self.prefix = self._prefix_within(num_tokens)
         while len(self.blocks) > self._num_blocks(num_tokens):
             block = self.blocks.pop()
+            self.num_changes += 1
             if block != RELEASED:
                 self._allocator.free(block)
         self._num_rolled = min(self._num_rolled, len(self.blocks))

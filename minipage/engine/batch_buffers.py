@@ -1,4 +1,4 @@
-"""The arrays of a step's batch, allocated once and filled anew for each step, so that a recorded step finds them in place."""
+"""The arrays of a step's batch, allocated once and filled for each step, so that a recorded step finds them in place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..cache import BlockTable
 from ..device.base import Device
 from ..kernels.ops import Array
 from ..models.batch import Batch
@@ -32,7 +33,7 @@ class BatchBuffers:
         self._query_start = _Buffer(device, (max_num_seqs + 1,), np.int32)
         self._context_lens = _Buffer(device, (max_num_seqs,), np.int32)
         self._slots = [_Buffer(device, (max_tokens,), np.int64) for _ in range(num_groups)]
-        self._tables = [_Buffer(device, (max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
+        self._tables = [_TableBuffer(device, (max_num_seqs, max_blocks)) for _ in range(num_groups)]
 
     def fill(self, scheduled: Sequence[Scheduled]) -> tuple[int, int]:
         """Write the batch of a step; returns its numbers of tokens and sequences, T and S.
@@ -51,15 +52,14 @@ class BatchBuffers:
         self._positions.host[:num_tokens] = positions
         self._query_start.host[: num_seqs + 1] = query_start
         self._context_lens.host[:num_seqs] = starts + counts
-        widest = 0
         for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
-            for row, item in zip(table.host, scheduled, strict=False):
-                blocks = item.sequence.tables.tables[group].blocks
-                row[: len(blocks)] = blocks
-                widest = max(widest, len(blocks))
+            table.update([item.sequence.tables.tables[group] for item in scheduled])
             blocks_of_tokens = table.host[sequences, positions // self._block_size].astype(np.int64)
             slots.host[:num_tokens] = blocks_of_tokens * self._block_size + positions % self._block_size
-        self._send(num_tokens, num_seqs, widest)
+        for buffer in (self._token_ids, self._positions, *self._slots):
+            buffer.send(num_tokens)
+        self._query_start.send(num_seqs + 1)
+        self._context_lens.send(num_seqs)
         return num_tokens, num_seqs
 
     def slots(self, num_tokens: int) -> list[np.ndarray]:
@@ -77,14 +77,6 @@ class BatchBuffers:
             block_tables=tuple(table.device[:num_seqs] for table in self._tables),
         )
 
-    def _send(self, num_tokens: int, num_seqs: int, widest: int) -> None:
-        for buffer in (self._token_ids, self._positions, *self._slots):
-            buffer.send(num_tokens)
-        self._query_start.send(num_seqs + 1)
-        self._context_lens.send(num_seqs)
-        for table in self._tables:
-            table.send(num_seqs, widest)
-
 
 class _Buffer:
     """An array on the device, and the one on the host that it is filled from."""
@@ -99,3 +91,38 @@ class _Buffer:
         if self.device is not self.host:
             part = tuple(map(slice, used))
             self.device[part] = self._array(self.host[part])
+
+
+class _TableBuffer(_Buffer):
+    """Block tables, a row a sequence. A row that has been told of its table gets the blocks that have come since, no others."""
+
+    def __init__(self, device: Device, shape: tuple[int, int]) -> None:
+        super().__init__(device, shape, np.int32)
+        self._rows = [_Row() for _ in range(shape[0])]
+
+    def update(self, tables: Sequence[BlockTable]) -> None:
+        """Make the first rows these tables, and send them to the device where there is something new."""
+        is_new, widest = False, 0
+        for index, (row, table) in enumerate(zip(self._rows, tables, strict=False)):
+            first, stop = row.follow(table), len(table.blocks)
+            if first < stop:
+                self.host[index, first:stop] = table.blocks[first:]
+                is_new = True
+            widest = max(widest, stop)
+        if is_new:
+            self.send(len(tables), widest)
+
+
+class _Row:
+    """What a row of the array was last told."""
+
+    def __init__(self) -> None:
+        self._table: BlockTable | None = None
+        self._num_changes = self._num_blocks = 0
+
+    def follow(self, table: BlockTable) -> int:
+        """The first entry in which the row differs from ``table``, which it is about to become."""
+        is_longer = table is self._table and table.num_changes == self._num_changes
+        first = self._num_blocks if is_longer else 0
+        self._table, self._num_changes, self._num_blocks = table, table.num_changes, len(table.blocks)
+        return first

@@ -7,23 +7,26 @@ several children is forked, one without any gives its blocks back. Only where tw
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..outputs import CompletionOutput, FinishReason, Logprob
-from ..sampling_params import BeamSearchParams
+from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.detokenizer import Detokenizer
 from ..text.tokenizer import Tokenizer
 from .output import logprob_dict
 from .request import Request
 from .request import Sequence as TokenSequence
-from .sampler import SampledToken, SamplingError, prompt_logprobs
+from .sampler import SampledToken, SamplingError, SamplingRow, prompt_logprobs
 from .scheduler import Scheduler
 from .step import Scheduled
 from .tracked import OnOutput, Tracked
 
 Candidates = tuple[tuple[int, float, int], ...]  #: (token id, logprob, rank), the most likely first
+
+_MOST_LIKELY = SamplingRow(SamplingParams(temperature=0), seed=0, child=0, position=0)
 
 
 @dataclass
@@ -66,14 +69,18 @@ class BeamRequest(Tracked):
         self._finished: list[Hypothesis] = []
         self._error: str | None = None
 
-    def take(self, item: Scheduled, logits: np.ndarray) -> None:
+    def asks(self, item: Scheduled) -> list[SamplingRow]:
+        return [_MOST_LIKELY]
+
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
+        if isinstance(tokens[0], SamplingError):
+            self.fail(tokens[0])
+            return
         if not self._beams:
             self._beams = [Beam(self.request.sequences[0], 0.0, ())]
         enough = min(self._params.beam_width + len(self._eos_token_ids), logits.shape[1])
-        best = prompt_logprobs(logits, [int(logits.argmax())], enough)[0]
-        if isinstance(best, SamplingError):
-            self.fail(best)
-            return
+        best = prompt_logprobs(logits, [tokens[0].token_id], enough)[0]
+        assert isinstance(best, SampledToken)
         beam = next(beam for beam in self._beams if beam.sequence is item.sequence)
         beam.candidates = tuple(entry for entry in best.top if np.isfinite(entry[1]))
         # A budget may spread the beams over steps, and a preemption in between sets those back that had their logits.

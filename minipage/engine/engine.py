@@ -19,6 +19,7 @@ from .prompt import Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
 from .sampled import SampledRequest
+from .sampler import sample
 from .scheduler import Scheduler
 from .stats import Stats
 from .step import Scheduled, Step
@@ -165,7 +166,8 @@ class Engine:
         first_row = 0
         for item in step.scheduled:
             tracked = self._tracked[item.request.request_id]
-            self._score_prompt(tracked, item, first_row)
+            if item.request.wants_prompt_logprobs:
+                self._score_prompt(tracked, item, first_row)
             last_known, first_row = first_row + item.num_known - 1, first_row + item.num_tokens
             is_wanted = item.sequence.is_computed and not item.sequence.is_finished
             if is_wanted:
@@ -174,9 +176,11 @@ class Engine:
                 touched[item.request.request_id] = tracked
         for part in _parts(wanted, self.runner.max_logit_rows):
             logits = self.runner.logits([row for _, _, rows in part for row in rows])
+            tokens = sample(logits, [ask for tracked, item, _ in part for ask in tracked.asks(item)])
+            first = 0
             for tracked, item, rows in part:
-                tracked.take(item, logits[: len(rows)])
-                logits = logits[len(rows) :]
+                last, first = first, first + len(rows)
+                tracked.take(item, tokens[last:first], logits[last:first])
         return list(touched.values())
 
     def _score_prompt(self, tracked: Tracked, item: Scheduled, first_row: int) -> None:

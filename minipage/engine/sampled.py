@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..outputs import CompletionOutput, FinishReason, Logprob
@@ -10,7 +12,7 @@ from ..text.tokenizer import Tokenizer
 from .output import PromptLogprobs, SequenceOutput
 from .request import Request
 from .request import Sequence as TokenSequence
-from .sampler import SampledToken, SamplingError, SamplingRow, sample
+from .sampler import SampledToken, SamplingError, SamplingRow, looks_back, sample
 from .scheduler import Scheduler
 from .step import Scheduled
 from .tracked import OnOutput, Tracked
@@ -34,17 +36,26 @@ class SampledRequest(Tracked):
         self._outputs = [SequenceOutput(tokenizer, request, params, index) for index in range(params.n)]
         self._stop_ids = stop_ids(params, tokenizer, eos_token_ids)
         self._banned_at_first = eos_token_ids.union(self._stop_ids)
+        self._looks_back = looks_back(params)
         self._prompt_logprobs = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
 
-    def take(self, item: Scheduled, logits: np.ndarray) -> None:
+    def asks(self, item: Scheduled) -> list[SamplingRow]:
+        sequence, draft = item.sequence, item.draft
+        position = sequence.num_output_tokens
+        output = sequence.output_token_ids if self._looks_back else []  # a copy, longer with each token
+        return [
+            self._row(sequence.index, position + ahead, [*output, *draft[:ahead]]) for ahead in range(1 + len(draft))
+        ]
+
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
         if not self.request.is_forked:
-            self._fork()
-            for sequence in self.request.unfinished:
-                self._draw(sequence, logits[0])
-        elif not item.sequence.is_finished:
-            self._verify(item, logits)
+            self._fork(tokens[0], logits)
+        elif item.draft:
+            self._verify(item, tokens)
+        else:
+            self._append(item.sequence, tokens[0])
 
     def fail(self, error: SamplingError) -> None:
         for sequence in self.request.unfinished:
@@ -77,39 +88,39 @@ class SampledRequest(Tracked):
         return None if self._prompt_logprobs is None else self._prompt_logprobs.entries()
 
     # ---- a token -----------------------------------------------------------------------------------------------------
-    def _fork(self) -> None:
-        """The prompt is computed: the others go on from it, sharing its blocks until they write."""
-        first = self.request.sequences[0]
-        for index in range(1, self._params.n):
-            self.request.sequences.append(self.scheduler.fork(first, index))
-        self.request.is_forked = True
+    def _row(self, index: int, position: int, output: Sequence[int]) -> SamplingRow:
+        """What the sampler needs to know for token ``position`` of the output of sequence ``index``."""
+        banned = self._banned_at_first if position < self._params.min_tokens else frozenset[int]()
+        prompt = self.request.prompt_token_ids
+        return SamplingRow(self._params, self.request.seed, index, position, prompt, output, banned)
 
-    def _verify(self, item: Scheduled, logits: np.ndarray) -> None:
-        """Draw token after token; those behind a draft's token are of use only as long as it is the one that is drawn."""
+    def _fork(self, token: SampledToken | SamplingError, logits: np.ndarray) -> None:
+        """The prompt is computed: the others go on from it, sharing its blocks until they write, with tokens of their own."""
+        first = self.request.sequences[0]
+        others = range(1, self._params.n)
+        self.request.sequences += [self.scheduler.fork(first, index) for index in others]
+        self.request.is_forked = True
+        tokens = sample(np.broadcast_to(logits, (len(others), logits.shape[1])), [self._row(i, 0, ()) for i in others])
+        for sequence, each in zip(self.request.unfinished, [token, *tokens], strict=True):
+            self._append(sequence, each)
+
+    def _verify(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError]) -> None:
+        """Take token after token; those behind a draft's token are of use only as long as it is the one that was drawn."""
         sequence = item.sequence
-        for row, guess in zip(logits, (*item.draft, None), strict=True):
-            self._draw(sequence, row)
+        for token, guess in zip(tokens, (*item.draft, None), strict=True):
+            self._append(sequence, token)
             if sequence.is_finished or sequence.token_ids[-1] != guess:
                 break
             self.scheduler.accept(item)
         self.scheduler.drop_draft(item)
 
-    def _draw(self, sequence: TokenSequence, logits: np.ndarray) -> None:
-        """The next token of a sequence, from logits [V]. Where none can be drawn, the request ends."""
+    def _append(self, sequence: TokenSequence, token: SampledToken | SamplingError) -> None:
+        """Append a token to a sequence, and end the sequence where the token says so; the request, where there is none."""
         if sequence.is_finished:  # another one has failed
             return
-        output = sequence.output_token_ids
-        banned = self._banned_at_first if len(output) < self._params.min_tokens else frozenset[int]()
-        prompt = self.request.prompt_token_ids
-        row = SamplingRow(self._params, self.request.seed, sequence.index, len(output), prompt, output, banned)
-        token = sample(logits[None], [row])[0]
         if isinstance(token, SamplingError):
             self.fail(token)
-        else:
-            self._append(sequence, token)
-
-    def _append(self, sequence: TokenSequence, token: SampledToken) -> None:
-        """Append a token to a sequence, and end the sequence where the token says so."""
+            return
         params = self._params
         sequence.token_ids.append(token.token_id)
         self.num_generated += 1

@@ -1,4 +1,4 @@
-"""From logits to tokens: one row of logits, one request, one token.
+"""From logits to tokens: a row of logits for each sequence, and a token for each row.
 
 A row is computed by itself, from its own logits and its own request: who else is in the batch changes no bit.
 Letters in shapes: R rows, V vocabulary.
@@ -7,23 +7,19 @@ Letters in shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..sampling_params import SamplingParams
 from . import philox
+from .filters import Candidates, Filters, Floats, Ids, draw, largest, top_k
 
-Floats = NDArray[np.float32]
-Sums = NDArray[np.float64]
-Ids = NDArray[np.intp]
 Uniform = Callable[[int, int, int], float]  #: (seed, child, position) -> a number in [0, 1]
 
-_DRAW_BLOCK = 256  # weights summed at once by a draw, so that only one block is summed step by step
-_FIRST_NUCLEUS = 256  # how many of the most likely tokens top-p looks at first
-_TEMPERATURES = (1e-30, 1e30)  # what float32 can divide by; colder and hotter than this looks the same
+_AT_ONCE = 1 << 16  # candidates that are drawn from together, so that they stay in the processor's cache
 
 
 class SamplingRow(NamedTuple):
@@ -33,8 +29,8 @@ class SamplingRow(NamedTuple):
     seed: int
     child: int  #: which of the request's completions
     position: int  #: index in the output of the token to draw
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
     banned: frozenset[int] = frozenset()  #: ids that must not be drawn now: the stopping ones, before min_tokens
 
 
@@ -61,8 +57,49 @@ def sample(
     ``uniform`` gives the one random number that a token takes. A row that gives no token has a SamplingError in its
     place, and the others are as they would be without it. Token ids of ``rows`` beyond V have no logit and are ignored.
     """
-    with np.errstate(over="ignore"):  # differences of logits over a small temperature: -inf is right
-        return [_sample_row(row_logits, row, uniform) for row_logits, row in zip(logits, rows, strict=True)]
+    chosen: list[int | SamplingError] = []
+    pools: defaultdict[Filters, _Pool] = defaultdict(_Pool)
+    for index, (row_logits, row) in enumerate(zip(logits, rows, strict=True)):
+        adjusted, best = _most_likely(row_logits, row)
+        chosen.append(best)
+        if row.params.temperature > 0 and row.params.top_k != 1 and not isinstance(best, SamplingError):
+            filters = Filters.of(row.params)
+            pool = pools[filters]
+            pool.add(index, top_k(adjusted, filters.top_k), uniform(row.seed, row.child, row.position))
+            if pool.is_full:
+                pools.pop(filters).draw(filters, chosen)
+    for filters, pool in pools.items():
+        pool.draw(filters, chosen)
+    return [
+        token if isinstance(token, SamplingError) else _sampled(row_logits, token, row.params.logprobs)
+        for row_logits, row, token in zip(logits, rows, chosen, strict=True)
+    ]
+
+
+class _Pool:
+    """Rows that want the same, until they are drawn from together."""
+
+    def __init__(self) -> None:
+        self._indices: list[int] = []
+        self._candidates: list[Candidates] = []
+        self._uniforms: list[float] = []
+
+    def add(self, index: int, candidates: Candidates, u: float) -> None:
+        """Take in a row; ``index`` is its place in the batch."""
+        self._indices.append(index)
+        self._candidates.append(candidates)
+        self._uniforms.append(u)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether to draw now, before more rows come."""
+        return len(self._candidates) * self._candidates[0].logits.size >= _AT_ONCE
+
+    def draw(self, filters: Filters, chosen: list[int | SamplingError]) -> None:
+        """Put a token id into the place of each row."""
+        token_ids = draw(self._candidates, filters, self._uniforms)
+        for index, token_id in zip(self._indices, token_ids, strict=True):
+            chosen[index] = token_id
 
 
 def prompt_logprobs(logits: Floats, token_ids: Sequence[int], num_top: int) -> list[SampledToken | SamplingError]:
@@ -70,29 +107,31 @@ def prompt_logprobs(logits: Floats, token_ids: Sequence[int], num_top: int) -> l
 
     Each comes with the ``num_top`` most likely tokens of its row; a row that :func:`sample` refuses is an error here.
     """
-    with np.errstate(over="ignore"):
-        return [
-            _find_error(row, int(row.argmax())) or _token_logprobs(row, token_id, num_top)
-            for row, token_id in zip(logits, token_ids, strict=True)
-        ]
+    return [
+        _find_error(row, int(row.argmax())) or _token_logprobs(row, token_id, num_top)
+        for row, token_id in zip(logits, token_ids, strict=True)
+    ]
 
 
-def _sample_row(logits: Floats, row: SamplingRow, uniform: Uniform) -> SampledToken | SamplingError:
-    params = row.params
+def looks_back(params: SamplingParams) -> bool:
+    """Whether the tokens so far change the logits of the next: where not, a :class:`SamplingRow` need not have them."""
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+def _most_likely(logits: Floats, row: SamplingRow) -> tuple[Floats, int | SamplingError]:
+    """The logits that a row is drawn from, after bans, penalties and bias, and the id of the largest."""
     best = int(logits.argmax())
-    if error := _find_error(logits, best):
-        return error
-    adjusted = _adjust(logits, row)
-    if adjusted is not logits:
-        best = int(adjusted.argmax())
-        if error := _find_error(adjusted, best):
-            return error
-    token_id = best
-    if params.temperature > 0 and params.top_k != 1:
-        token_id = _choose(adjusted, adjusted[best], params, uniform(row.seed, row.child, row.position))
-    if params.logprobs is None:
-        return SampledToken(token_id)
-    return _token_logprobs(logits, token_id, params.logprobs)
+    error = _find_error(logits, best)
+    if error is None and (row.banned or row.params.logit_bias or looks_back(row.params)):
+        logits = _adjust(logits, row)
+        best = int(logits.argmax())
+        error = _find_error(logits, best)
+    return logits, error or best
+
+
+def _sampled(logits: Floats, token_id: int, num_top: int | None) -> SampledToken:
+    """A token with what is wanted of its place among raw logits."""
+    return SampledToken(token_id) if num_top is None else _token_logprobs(logits, token_id, num_top)
 
 
 def _find_error(logits: Floats, best: int) -> SamplingError | None:
@@ -110,15 +149,14 @@ def _find_error(logits: Floats, best: int) -> SamplingError | None:
 # ---- penalties and bias ----------------------------------------------------------------------------------------------
 
 
+@np.errstate(over="ignore")
 def _adjust(logits: Floats, row: SamplingRow) -> Floats:
-    """Logits after bans, penalties and bias; the array itself where the request has none of them.
+    """Logits after bans, penalties and bias.
 
     The repetition penalty is that of Keskar et al., "CTRL" (2019), section 4.1, mended for negative logits.
     """
     params = row.params
     repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    if not (row.banned or params.logit_bias or presence or frequency or repetition != 1.0):
-        return logits
     adjusted = logits.copy()
     size = logits.size
     adjusted[_ids_below(size, row.banned)] = -np.inf
@@ -141,95 +179,22 @@ def _ids_below(size: int, token_ids: Collection[int]) -> Ids:
     return ids[ids < size]
 
 
-# ---- the draw --------------------------------------------------------------------------------------------------------
-
-
-def _choose(logits: Floats, peak: np.float32, params: SamplingParams, u: float) -> int:
-    """The id that ``u`` in [0, 1] picks among those that temperature and filters leave; ``peak`` is the largest logit.
-
-    Weights are probabilities times a constant: the most likely token weighs 1. A token that is filtered out weighs 0.
-    """
-    ids = _largest(logits, params.top_k) if 0 < params.top_k < logits.size else None
-    weights = (logits if ids is None else logits[ids]) - peak
-    coldest, hottest = _TEMPERATURES
-    weights /= np.float32(min(max(params.temperature, coldest), hottest))
-    np.exp(weights, out=weights)
-    if params.top_p < 1:
-        weights = _nucleus(weights, params.top_p)
-    if params.min_p > 0:
-        weights[weights < params.min_p] = 0
-    position = _draw(weights, u)
-    return position if ids is None else int(ids[position])
-
-
-def _largest(values: Floats, count: int) -> Ids:
-    """Positions, ascending, of the ``count`` largest values; of equal ones the first. 1 <= count <= values.size."""
-    smallest = np.partition(values, values.size - count)[values.size - count]
-    positions = np.flatnonzero(values >= smallest)
-    surplus = positions.size - count
-    if surplus:
-        ties = np.flatnonzero(values[positions] == smallest)
-        positions = np.delete(positions, ties[-surplus:])
-    return positions
-
-
-def _nucleus(weights: Floats, top_p: float) -> Floats:
-    """Weights of the fewest tokens, heaviest first, that together have ``top_p`` of the total; the others weigh 0.
-
-    The token that crosses is kept (Holtzman et al., "The curious case of neural text degeneration", section 3.1).
-    """
-    wanted = top_p * weights.sum(dtype=np.float64)
-    mass = _mass(weights, min(_FIRST_NUCLEUS, weights.size))
-    if mass[-1] < wanted:
-        mass = _mass(weights, weights.size)
-    kept = _largest(weights, min(int(mass.searchsorted(wanted)) + 1, weights.size))
-    nucleus = np.zeros_like(weights)
-    nucleus[kept] = weights[kept]
-    return nucleus
-
-
-def _mass(weights: Floats, count: int) -> Sums:
-    """Cumulative weight of the ``count`` heaviest, heaviest first."""
-    rest = weights.size - count
-    heaviest = np.sort(np.partition(weights, rest)[rest:])[::-1]
-    return heaviest.cumsum(dtype=np.float64)
-
-
-def _draw(weights: Floats, u: float) -> int:
-    """Inverse of the cumulative distribution at ``u`` in [0, 1]; never a position that weighs nothing.
-
-    First the block of positions that the mark falls into, then the position in it.
-    """
-    starts = np.arange(0, weights.size, _DRAW_BLOCK)
-    cumulative = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
-    mark = u * float(cumulative[-1])
-    block = _first_above(cumulative, mark)
-    before = float(cumulative[block - 1]) if block else 0.0
-    start = block * _DRAW_BLOCK
-    inside = weights[start : start + _DRAW_BLOCK].cumsum(dtype=np.float64)
-    return start + _first_above(inside, mark - before)
-
-
-def _first_above(cumulative: Sums, mark: float) -> int:
-    """The first index whose sum exceeds ``mark``, or reaches the total where none does: its own weight is not 0."""
-    below_total = math.nextafter(cumulative[-1], 0.0)
-    return int(cumulative.searchsorted(min(mark, below_total), side="right"))
-
-
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(over="ignore")
 def _token_logprobs(logits: Floats, token_id: int, num_top: int) -> SampledToken:
     """``token_id`` under the softmax of a row of raw logits with a finite maximum, and the ``num_top`` most likely."""
     rank = 1 + int(np.count_nonzero(logits > logits[token_id]))
-    ids = _largest(logits, min(num_top, logits.size)) if num_top else np.empty(0, np.intp)
+    ids = largest(logits, min(num_top, logits.size)) if num_top else np.empty(0, np.intp)
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     if token_id not in ids:
         ids = np.append(ids, token_id)
     ranks = 1 + np.searchsorted(-logits[ids], -logits[ids])  # the place of the first of equal ones ...
     ranks[ids == token_id] = rank  # ... except where the token comes after the others
     peak = logits.max()
-    log_sum = math.log(np.exp(logits - peak).sum(dtype=np.float64))
+    weights = logits - peak
+    log_sum = math.log(np.exp(weights, out=weights).sum(dtype=np.float64))
     logprobs = logits[ids].astype(np.float64) - float(peak) - log_sum
     top = tuple(zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True))
     return SampledToken(token_id, float(logprobs[ids == token_id][0]), rank, top)

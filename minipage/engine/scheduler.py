@@ -147,7 +147,7 @@ class Scheduler:
     @staticmethod
     def _may_pass_prompt(request: Request, sequence: Sequence) -> bool:
         """Not while others have yet to be forked from what it has of the prompt."""
-        return len(request.unfinished) == 1 or sequence.num_computed >= request.num_prompt_tokens
+        return sequence.num_computed >= request.num_prompt_tokens or len(request.unfinished) == 1
 
     def _resume_forks(self, request: Request) -> list[Sequence]:
         """The sequences that can go on; after a recompute the others follow once the first has computed the prompt again."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .request import Request
-from .sampler import SamplingError
+from .sampler import SampledToken, SamplingError, SamplingRow
 from .scheduler import Scheduler
 from .step import Scheduled
 
@@ -28,10 +28,12 @@ class Tracked(ABC):
         self.num_generated = 0  #: tokens drawn so far, by all sequences
 
     @abstractmethod
-    def take(self, item: Scheduled, logits: np.ndarray) -> None:
-        """Logits [1 + d, V] float32 behind the last known token of a sequence, and behind each of the d tokens of its draft.
-        They are not to be kept.
-        """
+    def asks(self, item: Scheduled) -> list[SamplingRow]:
+        """What to draw behind the last known token of a sequence, and behind each of the d tokens of its draft: 1 + d rows."""
+
+    @abstractmethod
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
+        """What was drawn for :meth:`asks`, and the logits [1 + d, V] float32 that it was drawn from, which are not to be kept."""
 
     @abstractmethod
     def fail(self, error: SamplingError) -> None:

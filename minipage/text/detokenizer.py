@@ -92,6 +92,8 @@ def _whole_characters(data: bytes) -> tuple[str, bytes]:
 
     (Python's incremental decoder waits too long: it takes the bytes of a surrogate, ED A0, for the beginning of something.)
     """
+    if data.isascii():
+        return data.decode("ascii"), b""
     for length in (1, 2, 3):
         try:
             data[-length:].decode("utf-8")

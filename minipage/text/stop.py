@@ -36,6 +36,7 @@ class StopFilter:
         for stop in stops:
             self._add(stop)
         self._link()
+        self._beginnings = frozenset(self._children[0])  # what a stop can begin with
         self._node = 0
         self._held = ""
 
@@ -46,6 +47,8 @@ class StopFilter:
         """
         if self.stopped is not None:
             return ""
+        if not self._node and self._beginnings.isdisjoint(text):
+            return text
         seen = len(self._held)
         text = self._held + text
         for end in range(seen + 1, len(text) + 1):

@@ -1,0 +1,152 @@
+"""Temperature, top-k, top-p, min-p, and the draw from what they leave: for all rows at once that want the same.
+
+Each row is computed as if it were alone: sums go over its own numbers, in an order that does not depend on the others.
+Letters in shapes: R rows, V vocabulary, K candidates of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..sampling_params import SamplingParams
+
+Floats = NDArray[np.float32]
+Sums = NDArray[np.float64]
+Ids = NDArray[np.intp]
+
+_DRAW_BLOCK = 256  # weights summed at once by a draw, so that only one block is summed step by step
+_FIRST_NUCLEUS = 256  # how many of the most likely tokens top-p looks at first; then at eight times as many, and so on
+_GROUPS = 16  # for each of the largest values sought, whose maxima tell how large those are at least
+_TEMPERATURES = (1e-30, 1e30)  # what float32 can divide by; colder and hotter than this looks the same
+
+
+class Filters(NamedTuple):
+    """What makes a distribution of logits, and leaves unlikely tokens out of it; as in SamplingParams."""
+
+    temperature: float  #: above 0
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Filters:
+        """Those of a request that is not greedy."""
+        return cls(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+class Candidates(NamedTuple):
+    """The tokens of a row that top-k leaves."""
+
+    ids: Ids | None  #: [K], ascending; None: all of them
+    logits: Floats  #: [K]
+
+
+def top_k(logits: Floats, count: int) -> Candidates:
+    """The ``count`` largest of logits [V], of equal ones those of the lowest ids; 0: all of them."""
+    if not 0 < count < logits.size:
+        return Candidates(None, logits)
+    ids = largest(logits, count)
+    return Candidates(ids, logits[ids])
+
+
+@np.errstate(over="ignore")  # differences of logits over a small temperature: -inf is right
+def draw(rows: Sequence[Candidates], filters: Filters, uniforms: Sequence[float]) -> list[int]:
+    """The token id of each row that its uniform, in [0, 1], picks. All rows have as many candidates, and a finite maximum.
+
+    Weights are probabilities times a constant: the most likely token weighs 1. A token that is filtered out weighs 0.
+    """
+    weights = np.stack([row.logits for row in rows])
+    weights -= weights.max(axis=1, keepdims=True)
+    coldest, hottest = _TEMPERATURES
+    weights /= np.float32(min(max(filters.temperature, coldest), hottest))
+    np.exp(weights, out=weights)
+    if filters.top_p < 1:
+        weights = _nucleus(weights, filters.top_p)
+    if filters.min_p > 0:
+        weights[weights < filters.min_p] = 0
+    positions = _pick(weights, np.array(uniforms)).tolist()
+    return [at if row.ids is None else int(row.ids[at]) for row, at in zip(rows, positions, strict=True)]
+
+
+def largest(values: Floats, count: int) -> Ids:
+    """Positions, ascending, of the ``count`` largest of values [V]; of equal ones the first. 1 <= count <= V.
+
+    Of ``count`` groups of values at least, the maximum reaches the ``count``-th largest of the maxima of all groups. So only
+    what reaches it has to be sorted.
+    """
+    groups = _GROUPS * count
+    size = values.size // groups
+    maxima = values[: size * groups].reshape(size, groups).max(axis=0) if size > 1 else values
+    bound = np.partition(maxima, maxima.size - count)[maxima.size - count]
+    positions: Ids = (values >= bound).nonzero()[0]
+    if positions.size > count:
+        positions = positions[_order(values[positions])[:count]]
+        positions.sort()
+    return positions
+
+
+def _order(values: Floats) -> Ids:
+    """Positions along the last axis, the largest first; of equal ones the first."""
+    order: Ids = np.argsort(-values, axis=-1, kind="stable")
+    return order
+
+
+def _nucleus(weights: Floats, top_p: float) -> Floats:
+    """Weights [R, K] of the fewest tokens, heaviest first, that together have ``top_p`` of their row; the others weigh 0.
+
+    The token that crosses is kept (Holtzman et al., "The curious case of neural text degeneration", section 3.1).
+    """
+    wanted = top_p * np.array([[row.sum(dtype=np.float64)] for row in weights])
+    count = min(_FIRST_NUCLEUS, weights.shape[1])
+    mass, heaviest = _mass(weights, count)
+    while count < weights.shape[1] and (mass[:, -1:] < wanted).any():
+        count = min(8 * count, weights.shape[1])
+        mass, heaviest = _mass(weights, count)
+    is_kept = np.ones_like(mass, dtype=np.bool_)
+    is_kept[:, 1:] = mass[:, :-1] < wanted
+    rows = is_kept.nonzero()[0]
+    kept = heaviest[is_kept]
+    nucleus = np.zeros_like(weights)
+    nucleus[rows, kept] = weights[rows, kept]
+    return nucleus
+
+
+def _mass(weights: Floats, count: int) -> tuple[Sums, Ids]:
+    """Cumulative weight of the ``count`` heaviest of each row, heaviest first, and their positions."""
+    if count < weights.shape[1]:
+        heaviest = np.stack([largest(row, count) for row in weights])
+        ordered = np.take_along_axis(heaviest, _order(np.take_along_axis(weights, heaviest, axis=1)), axis=1)
+    else:
+        ordered = _order(weights)
+    return np.take_along_axis(weights, ordered, axis=1).cumsum(axis=1, dtype=np.float64), ordered
+
+
+def _pick(weights: Floats, uniforms: Sums) -> Ids:
+    """Inverse of the cumulative distribution of weights [R, K] at uniforms [R]; never a position that weighs nothing.
+
+    First the block of positions that the mark falls into, then the position in it.
+    """
+    num_rows, size = weights.shape
+    rows = np.arange(num_rows)
+    width = min(_DRAW_BLOCK, size)
+    sums = np.add.reduceat(weights.astype(np.float64), np.arange(0, size, width), axis=1)
+    cumulative = sums.cumsum(axis=1)
+    marks = uniforms * cumulative[:, -1]
+    blocks = _first_above(cumulative, marks)
+    marks -= np.where(blocks > 0, cumulative[rows, blocks - 1], 0.0)
+    positions = (blocks * width)[:, None] + np.arange(width)
+    inside = weights[rows[:, None], np.minimum(positions, size - 1)]
+    inside[positions >= size] = 0
+    picked: Ids = blocks * width + _first_above(inside.cumsum(axis=1, dtype=np.float64), marks)
+    return picked
+
+
+def _first_above(cumulative: Sums, marks: Sums) -> Ids:
+    """Of each row the first index whose sum exceeds its mark, or reaches the total where none does: its weight is not 0."""
+    below_total = np.nextafter(cumulative[:, -1], 0.0)
+    first: Ids = (cumulative <= np.minimum(marks, below_total)[:, None]).sum(axis=1)
+    return first

@@ -44,18 +44,22 @@ def paged_attention(
         ((_PARTIAL, head_dim + 2), np.float32),
     )
     where = q, q if sink_q is None else sink_q, as_numba(key_cache), as_numba(value_cache), block_size, block_tables
-    sight = scale, window, soft_cap, num_sinks
+    few_tasks = 8 * threads if threads > 1 else 0  # below that, long contexts are shared in parts
+    sight = scale, window, soft_cap, num_sinks, few_tasks
     room = queries, scores, sums, softmax, seen, partial
     kernel = _kernel(key_cache.dtype, *_shape_of_code(group, block_size, head_dim))
-    call(kernel, out, *where, context_lens, query_start, *sight, *room)
-    call(_MERGE, out, kv_heads, block_size, context_lens, query_start, num_sinks, sums, softmax, partial)
+    call(kernel, out, *where, context_lens, query_start, *sight, *room, units=len(q) * kv_heads)
+    lengths = context_lens, query_start
+    call(
+        _MERGE, out, kv_heads, block_size, *lengths, num_sinks, few_tasks, sums, softmax, partial, units=len(q) * heads
+    )
 
 
 @functools.cache
 def _kernel(dtype: np.dtype, *constants: int) -> Kernel:
     page = f"{NUMBA_STORAGE[dtype]}[:, :, :, ::1]"
     inputs = f"float32[:, :, :], float32[:, :, :], {page}, {page}, int64, int32[:, :], {_LENGTHS}"
-    sight = "float32, int64, float32, int64"
+    sight = "float32, int64, float32, int64, int64"
     room = "float32[:, :, ::1], float32[:, :, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[:, :, ::1]"
     signature = f"float32[:, :, :], {inputs}, {sight}, {room}, float32[:, ::1]"
     return Kernel("attention:paged_attention_of", signature, *constants)
@@ -72,4 +76,4 @@ def _shape_of_code(group: int, block_size: int, head_dim: int) -> tuple[int, int
 
 
 _ROOM = "float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, ::1]"
-_MERGE = Kernel("attention:merge", f"float32[:, :, :], int64, int64, {_LENGTHS}, int64, {_ROOM}")
+_MERGE = Kernel("attention:merge", f"float32[:, :, :], int64, int64, {_LENGTHS}, int64, int64, {_ROOM}")

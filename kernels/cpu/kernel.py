@@ -86,7 +86,7 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where its machine code is: ``void (*)(int64 *words, int64 thread, int64 num_threads, int64 *tasks)``."""
+        """Where its machine code is: ``void (*)(int64 *words, int64 piece, int64 num_pieces, int64 thread)``."""
         return machine_code(self.source.replace(":", "."), repr((self.signature, self.constants)), self._compile)
 
     def _compile(self) -> bytes:

@@ -12,6 +12,7 @@ from ..quantization import GROUP_KINDS
 from .kernel import Kernel
 from .team import call, current
 
+_UNIT = 4096  #: inputs that are worth a piece of their own where they are quantised
 _NO_BIAS = np.zeros(0, np.float32)
 _MATRIX = "float32[:, ::1]"
 _RECORDS = "uint8[:, :, ::1]"
@@ -21,22 +22,22 @@ _INPUT_CODES = {"int8": (np.int16, 32767), "int4": (np.int8, 127), "int4_symmetr
 
 def embed(out: Array, weight: PackedWeight, token_ids: Array) -> None:
     """out [T, H] = rows ``token_ids`` of ``weight`` (V, H)."""
-    call(_embed_kernel(weight.kind), out, *weight.arrays, token_ids)
+    call(_embed_kernel(weight.kind), out, *weight.arrays, token_ids, units=len(out))
 
 
 def linear(out: Array, x: Array, weight: PackedWeight, bias: Array | None) -> None:
     """out [T, N] = x [T, K] @ weight.T + bias; x is quantised first where the weight is."""
     bias = _NO_BIAS if bias is None else bias
     if weight.kind in STORAGE:
-        call(_linear_kernel(weight.kind), out, x, *weight.arrays, bias)
+        call(_linear_kernel(weight.kind), out, x, *weight.arrays, bias, units=len(weight.arrays[0]))
         return
     dtype, largest = _INPUT_CODES[weight.kind]
     (records,) = weight.arrays
     tokens, groups = len(x), records.shape[1]
     shapes = ((tokens, groups * GROUP_SIZE), dtype), ((tokens, groups), np.float32), ((tokens, groups), np.float32)
     codes, scales, sums = current().scratch(*shapes)
-    call(_quantize_kernel(weight.kind), x, codes, scales, sums, largest)
-    call(_linear_kernel(weight.kind), out, codes, scales, sums, records, bias)
+    call(_quantize_kernel(weight.kind), x, codes, scales, sums, largest, units=x.size // _UNIT)
+    call(_linear_kernel(weight.kind), out, codes, scales, sums, records, bias, units=len(records))
 
 
 def _stored(kind: str) -> str:

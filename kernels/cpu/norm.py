@@ -14,14 +14,14 @@ _LAYER_NORM = Kernel("norm:layer_norm", f"{_MATRIX}, {_MATRIX}, {_VECTOR}, {_VEC
 
 def rms_norm(out: Array, x: Array, weight: Array, eps: float) -> None:
     """Root mean square norm (Zhang and Sennrich 2019): out = x / sqrt(mean(x^2) + eps) * weight."""
-    call(_RMS_NORM, out, x, weight, eps)
+    call(_RMS_NORM, out, x, weight, eps, units=len(x))
 
 
 def add_rms_norm(out: Array, h: Array, x: Array, weight: Array, eps: float) -> None:
     """The residual of a layer and the norm of the next one: h += x, and then out = rms_norm(h)."""
-    call(_ADD_RMS_NORM, out, h, x, weight, eps)
+    call(_ADD_RMS_NORM, out, h, x, weight, eps, units=len(x))
 
 
 def layer_norm(out: Array, x: Array, weight: Array, bias: Array, eps: float) -> None:
     """Layer norm (Ba et al. 2016): out = (x - mean) / sqrt(var + eps) * weight + bias."""
-    call(_LAYER_NORM, out, x, weight, bias, eps)
+    call(_LAYER_NORM, out, x, weight, bias, eps, units=len(x))

@@ -13,12 +13,13 @@ from .team import call
 
 _HEADS = "float32[:, :, :]"
 _TABLES = "float32[:, ::1], float32[:, ::1], int32[::1]"
+_UNIT = 2048  #: elements that are worth a piece of their own
 _ROPE = Kernel("rope:rope", f"{_HEADS}, {_HEADS}, {_TABLES}, int64")
 
 
 def rope(out: Array, x: Array, cos: Array, sin: Array, positions: Array, last: int) -> None:
     """out = x rotated to the position min(positions, last); see :class:`minipage.kernels.ops.Ops`."""
-    call(_ROPE, out, x, cos, sin, positions, last)
+    call(_ROPE, out, x, cos, sin, positions, last, units=x.size // _UNIT)
 
 
 def rope_and_cache(
@@ -34,7 +35,7 @@ def rope_and_cache(
 ) -> None:
     """Rotate q and k in place, then write k and v to their slots; see :class:`minipage.kernels.ops.Ops`."""
     pages = as_numba(key_cache), as_numba(value_cache)
-    call(_kernel(key_cache.dtype), q, k, v, cos, sin, positions, *pages, slots)
+    call(_kernel(key_cache.dtype), q, k, v, cos, sin, positions, *pages, slots, units=q.size // _UNIT)
 
 
 @functools.cache

@@ -21,10 +21,11 @@ import numpy as np
 from ..ops import Array
 from .kernel import JIT_IS_DISABLED, Kernel
 
-_STATE_WORDS = 64  #: of native/team.py
-_CALLS_TYPE = "int64[:, ::1]"
+_STATE_WORDS, _ROW_WORDS = 64, 8  #: of native/team.py
+_ROWS_AT_FIRST = 1024
+_PIECES = 4  #: of a kernel's work a thread: more than one, since a busy machine does not give all threads the same time
 _WORK = Kernel("team:work", "int64[::1]")
-_LEAD = Kernel("team:lead", f"int64[::1], {_CALLS_TYPE}")
+_LEAD = Kernel("team:lead", "int64[::1], int64[:, ::1], int64[:, ::1]")
 _STOP = Kernel("team:stop", "int64[::1]")
 
 _local = threading.local()
@@ -35,28 +36,33 @@ class Program:
     """Calls of kernels on given arrays, in order. The arrays must stay where they are; the program keeps them alive."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Kernel, tuple[Any, ...], list[int]]] = []
+        self._calls: list[tuple[Kernel, tuple[Any, ...], list[int], int]] = []
         self._words: Array = np.zeros(0, np.int64)
 
-    def add(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        """Append a call. Raises TypeError for arrays that do not fit the kernel."""
-        self._calls.append((kernel, args, kernel.words(args)))
+    def add(self, kernel: Kernel, args: tuple[Any, ...], pieces: int) -> None:
+        """Append a call whose work is cut into ``pieces``. Raises TypeError for arrays that do not fit the kernel."""
+        self._calls.append((kernel, args, kernel.words(args), pieces))
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
     @functools.cached_property
     def table(self) -> Array:
-        """int64 [n, 2]: of each call, the addresses of its code and of its words."""
-        starts = itertools.accumulate((len(words) for _, _, words in self._calls), initial=0)
-        self._words = np.array([word for _, _, words in self._calls for word in words], dtype=np.int64)
+        """int64 [n, 3]: of each call, the addresses of its code and of its words, and its pieces."""
+        starts = itertools.accumulate((len(words) for _, _, words, _ in self._calls), initial=0)
+        self._words = np.array([word for _, _, words, _ in self._calls for word in words], dtype=np.int64)
         base = self._words.ctypes.data
-        pairs = [(kernel.address, base + 8 * start) for (kernel, _, _), start in zip(self._calls, starts, strict=False)]
-        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        calls = zip(self._calls, starts, strict=False)
+        rows = [(kernel.address, base + 8 * start, pieces) for (kernel, _, _, pieces), start in calls]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     def run_in_python(self) -> None:
         """The same without compiled code."""
         from .native.share import Share
 
-        for kernel, args, _ in self._calls:
-            kernel.function(*args, Share(0, 1, [0]))
+        for kernel, args, _, pieces in self._calls:
+            for piece in range(pieces):
+                kernel.function(*args, Share(piece, pieces, 0))
 
 
 class Team:
@@ -80,6 +86,7 @@ class Team:
             self._finish.detach()
         self._lock = threading.RLock()
         self._state = _aligned(_STATE_WORDS)
+        self._rows, self._old_rows = _aligned(_ROWS_AT_FIRST * _ROW_WORDS).reshape(-1, _ROW_WORDS), list[Array]()
         self._finish = None
 
     def __enter__(self) -> Team:
@@ -102,13 +109,12 @@ class Team:
             finally:
                 self._program = None
 
-    def call(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
-        """Run a kernel, or add it to the program that is being recorded."""
-        if self._program is not None:
-            self._program.add(kernel, args)
-        else:
-            program = Program()
-            program.add(kernel, args)
+    def call(self, kernel: Kernel, args: tuple[Any, ...], units: int) -> None:
+        """Run a kernel, or add it to the program that is being recorded. Its work may be cut into ``units``."""
+        most = _PIECES * self.num_threads if self.num_threads > 1 else 1
+        program = Program() if self._program is None else self._program
+        program.add(kernel, args, max(1, min(units, most)))
+        if self._program is None:
             self.run(program)
 
     def run(self, program: Program) -> None:
@@ -119,7 +125,10 @@ class Team:
         with self._lock:
             if self._finish is None:
                 self._start()
-            _native(_LEAD, (self._state, program.table), 0, self.num_threads)
+            if len(program) > len(self._rows):
+                self._old_rows.append(self._rows)  # threads that are late may still look there
+                self._rows = _aligned(2 * len(program) * _ROW_WORDS).reshape(-1, _ROW_WORDS)
+            _native(_LEAD, (self._state, self._rows, program.table), 0, self.num_threads)
 
     def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""
@@ -156,9 +165,12 @@ class Team:
         self._finish = weakref.finalize(self, _end, state, threads)
 
 
-def call(kernel: Kernel, *args: Array | float) -> None:
-    """Call a kernel on the current team: at once, or later if a program is being recorded."""
-    current().call(kernel, args)
+def call(kernel: Kernel, *args: Array | float, units: int) -> None:
+    """Call a kernel on the current team: at once, or later if a program is being recorded.
+
+    ``units`` is how many pieces its work may be cut into, each of which is worth a thread's while.
+    """
+    current().call(kernel, args, units)
 
 
 def current() -> Team:
@@ -182,7 +194,7 @@ def _native(kernel: Kernel, args: tuple[Any, ...], thread: int, num_threads: int
     """Call compiled code; other Python threads go on meanwhile."""
     words = np.array(kernel.words(args), dtype=np.int64)
     entry = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64])
-    entry(kernel.address)(words.ctypes.data, thread, num_threads, 0)
+    entry(kernel.address)(words.ctypes.data, 0, num_threads, thread)
 
 
 def _aligned(num_words: int) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 from ...ops import Array
 from .. import partition
 from .attention_part import Pages, Room, Scoring, merge_row, reduce_of
-from .share import Share, inner, take
+from .share import Share, inner, part
 
 part_size, run_length = inner(partition.part_size), inner(partition.run_length)
 
@@ -57,6 +57,7 @@ def paged_attention_of(many: int, few: int, token_lanes: int, dim_lanes: int) ->
         window: int,
         soft_cap: float,
         num_sinks: int,
+        few_tasks: int,
         queries: Array,
         scores: Array,
         sums: Array,
@@ -72,17 +73,19 @@ def paged_attention_of(many: int, few: int, token_lanes: int, dim_lanes: int) ->
         rows = Rows(out, q, sink_q)
         pages = Pages(key_cache, value_cache, block_size)
         scoring = Scoring(scale, window, soft_cap, num_sinks)
-        thread = share[0]
+        thread = share[2]
         room = Room(queries[thread], scores[thread], sums[thread], softmax[thread], seen[thread])
         kv_heads = key_cache.shape[1]
         length = run_length(q.shape[1] // kv_heads)
         num_runs = _count_runs(query_start, length)
-        parts = parts_to_share(q.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
+        parts = parts_to_share(
+            q.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), few_tasks
+        )
         sequence = runs_before = 0
-        task = take(share, 1)
-        while task < num_runs * kv_heads * max(parts, 1):
+        first_task, last_task = part(num_runs * kv_heads * max(parts, 1), share)
+        for task in range(first_task, last_task):
             run = task // (kv_heads * max(parts, 1))
-            while run >= runs_before + _runs_of(query_start, sequence, length):  # tasks are taken in ascending order
+            while run >= runs_before + _runs_of(query_start, sequence, length):
                 runs_before += _runs_of(query_start, sequence, length)
                 sequence += 1
             first = query_start[sequence] + (run - runs_before) * length
@@ -90,11 +93,9 @@ def paged_attention_of(many: int, few: int, token_lanes: int, dim_lanes: int) ->
             # The queries of a sequence are the last tokens of its context.
             here = Run(sequence, first, end, context_lens[sequence] - (query_start[sequence + 1] - first))
             table = block_tables[sequence]
-            part = task % parts if parts > 0 else -1
-            _attend(
-                reduce, rows, pages, table, scoring, here, task // max(parts, 1) % kv_heads, part, parts, partial, room
-            )
-            task = take(share, 1)
+            which = task % parts if parts > 0 else -1
+            head = task // max(parts, 1) % kv_heads
+            _attend(reduce, rows, pages, table, scoring, here, head, which, parts, partial, room)
 
     return paged_attention
 
@@ -125,12 +126,12 @@ def _attend(
     scoring: Scoring,
     run: Run,
     head: int,
-    part: int,
+    which: int,
     parts: int,
     partial: Array,
     room: Room,
 ) -> None:
-    """A run of queries and a kv head, whole; or, if ``part`` is not negative, one of its ``parts``, left in ``partial``."""
+    """A run of queries and a kv head, whole; or, if ``which`` is not negative, one of its ``parts``, left in ``partial``."""
     group = rows.q.shape[1] // pages.keys.shape[1]
     num_rows = (run.end - run.first) * group
     head_dim = rows.q.shape[2]
@@ -143,18 +144,18 @@ def _attend(
     for section in range(0 if scoring.num_sinks > 0 else 1, 2):  # the sinks, and then the window
         _take_queries(rows, scoring, run, head, group, section, room)
         begin, stop = room.seen[0, 0] // size * size, room.seen[num_rows - 1, 1]
-        if part >= 0:
-            begin, stop = max(begin, part * size), min(stop, (part + 1) * size)
+        if which >= 0:
+            begin, stop = max(begin, which * size), min(stop, (which + 1) * size)
         for start in range(begin, stop, size):
             reduce(pages, head, table, scoring, num_rows, head_dim, start, min(start + size, stop), room)
             for row in range(num_rows):
                 merge_row(sums[row], softmax[row], room.sums[1, row], room.softmax[1, row, 0], room.softmax[1, row, 1])
     for row in range(num_rows):
         query, query_head = run.first + row // group, head * group + row % group
-        if part < 0:
+        if which < 0:
             _write(rows.out[query, query_head], sums[row], softmax[row, 1])
         else:
-            _save(partial[(query * rows.q.shape[1] + query_head) * parts + part], sums[row], softmax[row])
+            _save(partial[(query * rows.q.shape[1] + query_head) * parts + which], sums[row], softmax[row])
 
 
 @inner
@@ -200,13 +201,13 @@ def parts_to_share(
     block_size: int,
     num_sinks: int,
     room: int,
-    share: Share,
+    few_tasks: int,
 ) -> int:
-    """The most parts that a task has, where tasks are too few to keep all threads busy with whole ones; else 0.
+    """The most parts that a task has, where there are fewer than ``few_tasks``, which threads could not share well; else 0.
 
     ``shape`` is that of the queries. Attention sinks are not shared out: their contexts are short.
     """
-    if share[1] == 1 or num_runs * kv_heads >= 8 * share[1] or num_sinks > 0:
+    if num_runs * kv_heads >= few_tasks or num_sinks > 0:
         return 0
     longest = 0
     for s in range(len(context_lens)):
@@ -224,6 +225,7 @@ def merge(
     context_lens: Array,
     query_start: Array,
     num_sinks: int,
+    few_tasks: int,
     sums: Array,
     softmax: Array,
     partial: Array,
@@ -231,18 +233,17 @@ def merge(
 ) -> None:
     """Merge what :func:`paged_attention` left in ``partial``, if it did: part by part, as one task would have done."""
     num_runs = _count_runs(query_start, run_length(out.shape[1] // kv_heads))
-    parts = parts_to_share(out.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), share)
+    parts = parts_to_share(out.shape, kv_heads, num_runs, context_lens, block_size, num_sinks, len(partial), few_tasks)
     if parts == 0:
         return
-    total, state = sums[share[0], 0, 0], softmax[share[0], 0, 0]
+    total, state = sums[share[2], 0, 0], softmax[share[2], 0, 0]
     head_dim = out.shape[2]
-    row = take(share, 1)
-    while row < out.shape[0] * out.shape[1]:
+    first, last = part(out.shape[0] * out.shape[1], share)
+    for row in range(first, last):
         state[0], state[1] = -np.inf, 0
         for d in range(head_dim):
             total[d] = 0
-        for part in range(parts):
-            entry = partial[row * parts + part]
+        for i in range(parts):
+            entry = partial[row * parts + i]
             merge_row(total, state, entry[:head_dim], entry[head_dim], entry[head_dim + 1])
         _write(out[row // out.shape[1], row % out.shape[1]], total, state[1])
-        row = take(share, 1)

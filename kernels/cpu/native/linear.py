@@ -1,4 +1,4 @@
-"""Linear layers and the embedding. A task is some panels of 16 outputs, for all tokens."""
+"""Linear layers and the embedding. A piece of work is some panels of 16 outputs, for all tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from ...ops import GROUP_SIZE, Array
 from ..records import PANEL
 from .grouped import decode, multiply_groups
 from .microkernel import multiply
-from .share import Share, inner, part, take
+from .share import Share, inner, part
 from .stack import floats
 from .storage import widen_element
 
 _AHEAD = 1024  #: bytes that are fetched ahead of those in use
-_PIECES = 4  #: tasks a thread: more than one, since a busy machine does not give all threads the same time
-
-
-@inner
-def panels_at_once(num_panels: int, share: Share) -> int:
-    """How many panels a thread takes at once."""
-    pieces = share[1] * _PIECES if share[1] > 1 else 1
-    return (num_panels + pieces - 1) // pieces
 
 
 @inner
@@ -45,23 +37,20 @@ def _write(out: Array, tile: Array, bias: Array, p: int) -> None:
 
 def linear(out: Array, x: Array, panels: Array, bias: Array, share: Share) -> None:
     """out [T, N] = x [T, K] @ weights + bias; panels [P, K, 16] in a float storage, bias [N] or [0]."""
-    count = panels_at_once(len(panels), share)
-    first = take(share, count)
-    while first < len(panels):
-        for p in range(first, min(first + count, len(panels))):
-            t = 0
-            while t + 6 <= len(x) and t + 8 != len(x):  # as many rows as fill the registers, then fewer; 8 are twice 4
-                _six_rows(out[t:], x[t:], panels[p], bias, p)
-                t += 6
-            while t + 4 <= len(x):
-                _four_rows(out[t:], x[t:], panels[p], bias, p)
-                t += 4
-            if t + 2 <= len(x):
-                _two_rows(out[t:], x[t:], panels[p], bias, p)
-                t += 2
-            if t < len(x):
-                _one_row(out[t:], x[t:], panels[p], bias, p)
-        first = take(share, count)
+    first, last = part(len(panels), share)
+    for p in range(first, last):
+        t = 0
+        while t + 6 <= len(x) and t + 8 != len(x):  # as many rows as fill the registers, then fewer; 8 are twice 4
+            _six_rows(out[t:], x[t:], panels[p], bias, p)
+            t += 6
+        while t + 4 <= len(x):
+            _four_rows(out[t:], x[t:], panels[p], bias, p)
+            t += 4
+        if t + 2 <= len(x):
+            _two_rows(out[t:], x[t:], panels[p], bias, p)
+            t += 2
+        if t < len(x):
+            _one_row(out[t:], x[t:], panels[p], bias, p)
 
 
 def _rows_of_floats(rows: int) -> Callable[..., None]:
@@ -97,20 +86,17 @@ def linear_of(kind: int) -> Callable[..., None]:
         out: Array, codes: Array, scales: Array, sums: Array, records: Array, bias: Array, share: Share
     ) -> None:
         """out [T, N] = x @ weights + bias; x as :mod:`.activations` quantises it, records uint8 [P, G, bytes]."""
-        count = panels_at_once(len(records), share)
-        first = take(share, count)
-        while first < len(records):
-            for p in range(first, min(first + count, len(records))):
-                t = 0
-                while t + 4 <= len(out):
-                    four_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
-                    t += 4
-                if t + 2 <= len(out):
-                    two_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
-                    t += 2
-                if t < len(out):
-                    one_row(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
-            first = take(share, count)
+        first, last = part(len(records), share)
+        for p in range(first, last):
+            t = 0
+            while t + 4 <= len(out):
+                four_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
+                t += 4
+            if t + 2 <= len(out):
+                two_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
+                t += 2
+            if t < len(out):
+                one_row(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
 
     return linear_quantized
 

@@ -1,4 +1,4 @@
-"""What every kernel knows of the team that runs it, and how kernels are compiled."""
+"""What every kernel knows of its share of the work, and how kernels are compiled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numba
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,11 +22,11 @@ OPTIONS: dict[str, Any] = {
 
 
 class Share(NamedTuple):
-    """A thread's share of a kernel's work. The threads of a team all run the kernel, each with a share of its own."""
+    """A piece of a kernel's work: the threads of a team call the kernel once for each piece, each when it can."""
 
-    thread: int  #: 0 .. num_threads - 1
-    num_threads: int
-    tasks: Any  #: address of a counter, 0 when the kernel begins, that the threads take tasks from
+    piece: int  #: 0 .. num_pieces - 1
+    num_pieces: int
+    thread: int  #: the thread that does it, for memory that threads have of their own
 
 
 def inner(function: F) -> F:
@@ -40,25 +37,6 @@ def inner(function: F) -> F:
 
 @inner
 def part(count: int, share: Share) -> tuple[int, int]:
-    """The first of ``count`` equal pieces of work that are this thread's, and the one after the last."""
-    thread, num_threads = share[0], share[1]
-    return count * thread // num_threads, count * (thread + 1) // num_threads
-
-
-def _take_in_python(share: Share, count: int) -> int:
-    first = share.tasks[0]
-    share.tasks[0] += count
-    return int(first)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _take_compiled(context: Any, share: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(builder.extract_value(args[0], 2), ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, args[1], "monotonic")
-
-    return types.int64(share, types.int64), generate
-
-
-#: ``take(share, count)``: the first of the next ``count`` tasks that no thread has taken yet. For work of uneven size.
-take = _take_in_python if numba.config.DISABLE_JIT else _take_compiled
+    """Of ``count`` equal units of work, the first of this piece and the one after its last."""
+    piece, num_pieces = share[0], share[1]
+    return count * piece // num_pieces, count * (piece + 1) // num_pieces

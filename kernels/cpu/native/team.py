@@ -1,7 +1,12 @@
-"""What the threads of a team run: the calls of a program, one after the other, each by all threads together.
+"""What the threads of a team run: the calls of a program, one after the other, each cut into pieces that threads claim.
 
-A thread that waits spins for a moment, then yields its core, then sleeps: an idle team costs nothing, a busy machine slows it
-down and never stalls it.
+Nobody waits for a thread that is not there: one that lost its core, or has not woken up yet, finds the work done by others and
+goes on from where they are. Only a piece that it has begun is waited for, for a moment by looking again and again, and then
+asleep: an idle team costs nothing, and a busy machine slows it down and does not stall it. (sched_yield would: where Linux
+schedules by deadlines, since 6.6, each call moves the thread's own a time slice further away.)
+
+A late thread may still be in a job that the others have finished, while they have filled the rows of calls anew. So a claim
+names the job: it succeeds only in a row of that job, which cannot be filled anew before the claimed piece is done.
 """
 
 from __future__ import annotations
@@ -18,94 +23,132 @@ from numba.extending import intrinsic
 from ...ops import Array
 from .share import Share, inner
 
-#: Words of a team's state, each in a cache line of its own.
-JOB, ARRIVED, PHASE, SLEEPING, CALLS, NUM_CALLS, TASKS, STOPPING = range(0, 64, 8)
-STATE_WORDS = 64
+#: Bytes of a team's state, each word in a cache line of its own: the number of the job, how many threads sleep, the address
+#: and the number of its rows, and whether the threads are to end.
+_JOB, _SLEEPING, _ROWS, _NUM_ROWS, _STOPPING = range(0, 320, 64)
+#: Bytes of a row, which is a cache line: what to call, with which words, in how many pieces; the job and the next piece that
+#: nobody has claimed (in the upper and the lower half of a word); and how many pieces are done.
+_CODE, _WORDS, _PIECES, _NEXT, _DONE = range(0, 40, 8)
+_ROW = 64
 
 _SPINS = 2000
-_YIELDS = 20
+_CLOSED = 0xFFFFFFFF  #: a next piece that no row has
 _WORD = ir.IntType(64)
 _MACHINE = platform.machine()
 _PAUSE = "llvm.x86.sse2.pause"
 
 
 def work(state: Array, share: Share) -> None:
-    """The life of a thread of the team: it runs the programs that thread 0 leads."""
+    """The life of a thread of the team: it takes part in jobs until it is told to end."""
+    base = _address(state)
     job = 0
     while True:
-        _wait_while(state, JOB, job)
-        job += 1
-        if _load(state, STOPPING):
+        _wait_for_job(base, job)
+        job = _load(base + _JOB)
+        if _load(base + _STOPPING):
             return
-        _run(state, share)
+        _take_part(base, job, share[2])
 
 
-def lead(state: Array, calls: Array, share: Share) -> None:
-    """Thread 0 runs a program [n, 2] of (code, words) with the others; returns when all have done."""
-    state[CALLS] = _address(calls)
-    state[NUM_CALLS] = len(calls)
-    if share[1] > 1:
-        _announce(state, JOB)
-    _run(state, share)
+def lead(state: Array, rows: Array, calls: Array, share: Share) -> None:
+    """Thread 0 runs a program [n, 3] of (code, words, pieces) with the others; returns when all is done.
+
+    ``rows`` [>= n, 8] belong to the team. They may be replaced by more, but not freed: late threads look at them.
+    """
+    if share[1] == 1:
+        for i in range(len(calls)):
+            for piece in range(calls[i, 2]):
+                _call(calls[i, 0], calls[i, 1], piece, calls[i, 2], 0)
+        return
+    base, first = _address(state), _address(rows)
+    job = _load(base + _JOB) + 1
+    for i in range(len(calls)):
+        row = first + i * _ROW
+        _store(row + _NEXT, (job << 32) | _CLOSED)
+        _store(row + _CODE, calls[i, 0])
+        _store(row + _WORDS, calls[i, 1])
+        _store(row + _PIECES, calls[i, 2])
+        _store(row + _DONE, 0)
+        _store(row + _NEXT, job << 32)
+    _store(base + _ROWS, first)
+    _store(base + _NUM_ROWS, len(calls))
+    _store(base + _JOB, job)
+    if _load(base + _SLEEPING) > 0:
+        _wake(base + _JOB)
+    _take_part(base, job, 0)
 
 
 def stop(state: Array, share: Share) -> None:
     """Let the other threads end."""
-    state[STOPPING] = 1
-    _announce(state, JOB)
+    base = _address(state)
+    _store(base + _STOPPING, 1)
+    _add(base + _JOB, 1)
+    _wake(base + _JOB)
 
 
 @inner
-def _run(state: Array, share: Share) -> None:
-    calls, num_calls = state[CALLS], state[NUM_CALLS]
-    tasks = _address(state) + 8 * TASKS
-    for i in range(num_calls):
-        _call(calls + 16 * i, share[0], share[1], tasks)
-        _meet(state, share[1])
+def _take_part(base: int, job: int, thread: int) -> None:
+    first = _load(base + _ROWS)
+    for i in range(_load(base + _NUM_ROWS)):
+        row = first + i * _ROW
+        piece = _claim(row, job)
+        while piece >= 0:
+            pieces = _load(row + _PIECES)
+            _call(_load(row + _CODE), _load(row + _WORDS), piece, pieces, thread)
+            if _add(row + _DONE, 1) + 1 == pieces and _load(base + _SLEEPING) > 0:
+                _wake(row + _DONE)
+            piece = _claim(row, job)
+        if not _wait_for_others(base, row, job):
+            return
 
 
 @inner
-def _meet(state: Array, num_threads: int) -> None:
-    """A barrier: nobody goes on before all have come."""
-    if num_threads == 1:
-        state[TASKS] = 0
-        return
-    phase = _load(state, PHASE)
-    if _add(state, ARRIVED, 1) == num_threads - 1:
-        state[ARRIVED] = 0
-        state[TASKS] = 0
-        _announce(state, PHASE)
-    else:
-        _wait_while(state, PHASE, phase)
+def _claim(row: int, job: int) -> int:
+    """A piece of a row that nobody else does; -1 where there is none left, or the row is another job's by now."""
+    while True:
+        word = _load(row + _NEXT)
+        piece: int = word & 0xFFFFFFFF
+        if word >> 32 != job or piece >= _load(row + _PIECES):
+            return -1
+        if _replace(row + _NEXT, word, word + 1):
+            return piece
 
 
 @inner
-def _announce(state: Array, word: int) -> None:
-    _add(state, word, 1)
-    if _load(state, SLEEPING) > 0:
-        _wake(_address(state) + 8 * word)
-
-
-@inner
-def _wait_while(state: Array, word: int, value: int) -> None:
+def _wait_for_others(base: int, row: int, job: int) -> bool:
+    """Wait until all pieces of a row are done; False where the job is over."""
     for _ in range(_SPINS):
-        if _load(state, word) != value:
+        if _load(row + _DONE) == _load(row + _PIECES):
+            return True
+        if _load(row + _NEXT) >> 32 != job:
+            return False
+        _pause()
+    while True:
+        done = _load(row + _DONE)
+        if done == _load(row + _PIECES):
+            return True
+        if _load(row + _NEXT) >> 32 != job:
+            return False
+        # Whoever changes the word looks at SLEEPING afterwards, and the system looks at the word before it lets us sleep.
+        _add(base + _SLEEPING, 1)
+        _sleep_while(row + _DONE, done)
+        _add(base + _SLEEPING, -1)
+
+
+@inner
+def _wait_for_job(base: int, last: int) -> None:
+    for _ in range(_SPINS):
+        if _load(base + _JOB) != last:
             return
         _pause()
-    for _ in range(_YIELDS):
-        if _load(state, word) != value:
-            return
-        _sched_yield()
-    while _load(state, word) == value:
-        # Whoever changes the word looks at SLEEPING afterwards, and the system looks at the word before it lets us sleep.
-        _add(state, SLEEPING, 1)
-        _sleep_while(_address(state) + 8 * word, value)
-        _add(state, SLEEPING, -1)
+    while _load(base + _JOB) == last:
+        _add(base + _SLEEPING, 1)
+        _sleep_while(base + _JOB, last)
+        _add(base + _SLEEPING, -1)
 
 
 # ---- the operating system ----------------------------------------------------------------------------------------------
 
-_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _FUTEX = {"x86_64": 202, "aarch64": 98}  #: the number of Linux's system call, by machine
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # those private to the process
 
@@ -137,30 +180,50 @@ else:
 # ---- instructions ------------------------------------------------------------------------------------------------------
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.gep(data, [index])
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _add(context: Any, array: Any, index: Any, value: Any) -> Any:
+def _load(context: Any, address: Any) -> Any:
+    """The word at an address as it is now."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, args[0]), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _store(context: Any, address: Any, value: Any) -> Any:
+    """Write a word, for all threads to see."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _add(context: Any, address: Any, value: Any) -> Any:
     """Add to a word, and return what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
+        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
 
-    return types.int64(array, types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _load(context: Any, array: Any, index: Any) -> Any:
-    """A word as it is now."""
+def _replace(context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Write a word if it still is what is expected; returns whether it was."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(context, builder, signature.args[0], args[0], args[1]), "seq_cst", 8)
+        result = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
 
-    return types.int64(array, types.int64), generate
+    return types.boolean(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -173,17 +236,15 @@ def _address(context: Any, array: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _call(context: Any, entry: Any, thread: Any, num_threads: Any, tasks: Any) -> Any:
-    """Call the code of a program's entry (code, words), given by address."""
+def _call(context: Any, code: Any, words: Any, piece: Any, num_pieces: Any, thread: Any) -> Any:
+    """Call the code at an address with the words at another, for one piece of its work."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        entry = builder.inttoptr(args[0], _WORD.as_pointer())
-        code, words = (builder.load(builder.gep(entry, [ir.Constant(_WORD, i)])) for i in (0, 1))
         kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
-        builder.call(builder.inttoptr(code, kind.as_pointer()), [words, *args[1:]])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    return types.void(*(types.int64,) * 5), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

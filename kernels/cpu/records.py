@@ -22,30 +22,8 @@ PER_GROUP = PANEL * 2  #: bytes of the scales of a record, or of its minima
 RECORD_BYTES = {"int8": PER_GROUP + 512, "int4": 2 * PER_GROUP + 256, "int4_symmetric": PER_GROUP + 256}
 
 
-def pack_panel(kind: str, groups: Groups) -> Array:
-    """The records uint8 [P, G, bytes] of 16 P rows that are quantised in G groups."""
-    codes = groups.codes.view(np.uint8)
-    num_groups = codes.shape[1]
-    records = np.empty((len(codes) // PANEL, num_groups, RECORD_BYTES[kind]), np.uint8)
-    if kind == "int8":
-        pairs = codes.reshape(-1, PANEL, num_groups, 16, 2)
-        stored = pairs.transpose(0, 2, 3, 1, 4)  # panel, group, pair, output, input
-    else:
-        quads = codes.reshape(-1, 2, PANEL // 2, num_groups, 8, 4)
-        stored = (quads[:, 0] | quads[:, 1] << np.uint8(4)).transpose(
-            0, 2, 3, 1, 4
-        )  # panel, group, quad, output, input
-    per_group = [part for part in (groups.scales, groups.minima) if part is not None]
-    start = len(per_group) * PER_GROUP
-    records[..., start:].reshape(stored.shape)[:] = stored
-    for i, part in enumerate(per_group):
-        halves = records[..., i * PER_GROUP : (i + 1) * PER_GROUP].view(np.float16)
-        halves[:] = part.reshape(-1, PANEL, num_groups).transpose(0, 2, 1)
-    return records
-
-
 def unpack_panel(kind: str, records: Array) -> Groups:
-    """The inverse of :func:`pack_panel`."""
+    """The 16 P rows of the records uint8 [P, G, bytes] of P panels."""
     count, num_groups = records.shape[:2]
     parts = []
     for i in range(2 if kind == "int4" else 1):

@@ -6,6 +6,7 @@ one array [P, G, bytes] of records (see :mod:`.records`). Either way a panel is 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
 from ..quantization import (
+    GROUP_KINDS,
     check_groups,
     check_rows,
     code_dtype,
@@ -21,8 +23,10 @@ from ..quantization import (
     quantize,
     ungroup,
 )
-from .records import PANEL, RECORD_BYTES, pack_panel, unpack_panel
+from .kernel import Kernel
+from .records import PANEL, RECORD_BYTES, unpack_panel
 from .storage import as_numba, widen
+from .team import call
 
 _CHUNK = 16 * PANEL  #: rows that are converted at once: large enough to be fast, small beside the weight
 
@@ -60,8 +64,17 @@ def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     after = -(start + count) % PANEL
     if before or after:
         groups = _with_neighbours(weight, start, groups, before, after)
-    panels = pack_panel(weight.kind, groups)
-    records[first : first + len(panels)] = panels
+    count = len(groups.codes) // PANEL
+    codes, scales = (np.ascontiguousarray(part) for part in (groups.codes.view(np.uint8), groups.scales))
+    minima = scales if groups.minima is None else np.ascontiguousarray(groups.minima)
+    halves = scales.view(np.uint16), minima.view(np.uint16)
+    call(_pack_kernel(weight.kind), records[first : first + count], codes, *halves, units=count)
+
+
+@functools.cache
+def _pack_kernel(kind: str) -> Kernel:
+    groups = "uint8[:, :, ::1], uint16[:, ::1], uint16[:, ::1]"
+    return Kernel("packing:pack_of", f"uint8[:, :, ::1], {groups}", GROUP_KINDS.index(kind))
 
 
 def _with_neighbours(weight: PackedWeight, start: int, groups: Groups, before: int, after: int) -> Groups:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -94,14 +93,13 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         raise ModelLoadError(
             f"{checkpoint.config_file}: head_dim={model_config.head_dim}; allowed: up to {MAX_HEAD_DIM}"
         )
+    tokenizer = load_tokenizer(checkpoint)
     max_model_len = _max_model_len(model_config, config)
     plan = parameters(model_config)
     kinds = weight_kinds(plan, checkpoint.source, model_config.dtype, config.dtype, config.quantization)
-    num_threads = config.num_threads or physical_cores()
-    with ThreadPoolExecutor(1) as beside:  # the weights leave the interpreter enough time for the tokenizer
-        pending = beside.submit(load_tokenizer, checkpoint)
-        params = load_parameters(plan, checkpoint.source, kinds, device, model_config, num_threads)
-        tokenizer = pending.result()
+    params = load_parameters(
+        plan, checkpoint.source, kinds, device, model_config, config.num_threads or physical_cores()
+    )
     num_speculative_tokens = config.num_speculative_tokens if config.speculative is not None else 0
     weight_bytes = bytes_by_kind(params.values())
     decoder = Decoder(

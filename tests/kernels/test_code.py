@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,24 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
         python(code, MINIPAGE_ISA="mmx")
     assert "MINIPAGE_ISA='mmx' is not allowed; allowed: vnni, avx2, portable" in error.value.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are of x86-64")
+@pytest.mark.parametrize(
+    ("level", "instructions"), [("vnni", ["vpdpwssd", "vpdpbusd"]), ("avx2", ["vpmaddwd", "vpmaddubsw"])]
+)
+def test_products_of_integers_are_single_instructions(level: str, instructions: list[str]) -> None:
+    """Code for a machine with VNNI, which this one need not be, has its dot products; for AVX2, pairs of products."""
+    code = (
+        "from numba.core import registry; from minipage.kernels.cpu.compiler import compile_kernel; "
+        "from minipage.kernels.cpu import linear; import sys; "
+        "machine = registry.cpu_target.target_context.codegen()._tm; machine.emit_object = machine.emit_assembly; "
+        "kernels = sys.modules['minipage.kernels.cpu.linear']; "
+        "found = [kernels._linear_kernel(kind) for kind in ('int8', 'int4')]; "
+        "print(*(compile_kernel(kernel.function, kernel.signature, 'entry') for kernel in found))"
+    )
+    name = "icelake-server" if level == "vnni" else "haswell"
+    features = "+avx512vnni,+avx512vl,+avx512f" if level == "vnni" else "+avx2,+fma,+f16c"
+    assembly = python(code, MINIPAGE_ISA=level, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
+    for instruction in instructions:
+        assert assembly.count(instruction) > 4, instruction

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -41,26 +41,40 @@ class BatchBuffers:
         Sequence s owns the tokens query_start[s] .. query_start[s+1]. The slot of position p is
         table[p // block_size] * block_size + p % block_size.
         """
-        num_seqs = len(scheduled)
-        counts = np.array([item.num_tokens for item in scheduled])
-        starts = np.array([item.sequence.num_computed for item in scheduled])
-        query_start = np.concatenate([[0], np.cumsum(counts)])
-        num_tokens = int(query_start[-1])
-        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], counts)
-        sequences = np.repeat(np.arange(num_seqs), counts)
-        self._token_ids.host[:num_tokens] = [token for item in scheduled for token in item.token_ids]
-        self._positions.host[:num_tokens] = positions
-        self._query_start.host[: num_seqs + 1] = query_start
-        self._context_lens.host[:num_seqs] = starts + counts
-        for group, (table, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
-            table.update([item.sequence.tables.tables[group] for item in scheduled])
-            blocks_of_tokens = table.host[sequences, positions // self._block_size].astype(np.int64)
-            slots.host[:num_tokens] = blocks_of_tokens * self._block_size + positions % self._block_size
-        for buffer in (self._token_ids, self._positions, *self._slots):
-            buffer.send(num_tokens)
-        self._query_start.send(num_seqs + 1)
-        self._context_lens.send(num_seqs)
-        return num_tokens, num_seqs
+        token_ids: list[int] = []
+        positions: list[int] = []
+        query_start = [0]
+        context_lens = []
+        for item in scheduled:
+            first = item.sequence.num_computed
+            token_ids += item.token_ids
+            positions += range(first, first + item.num_tokens)
+            query_start.append(len(positions))
+            context_lens.append(first + item.num_tokens)
+        self._token_ids.fill(token_ids)
+        self._positions.fill(positions)
+        self._query_start.fill(query_start)
+        self._context_lens.fill(context_lens)
+        for group, (buffer, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+            tables = [item.sequence.tables.tables[group] for item in scheduled]
+            buffer.update(tables)
+            slots.fill(
+                [
+                    slot
+                    for item, table in zip(scheduled, tables, strict=True)
+                    for slot in self._slots_of(table.blocks, item.sequence.num_computed, item.num_tokens)
+                ]
+            )
+        return len(positions), len(scheduled)
+
+    def _slots_of(self, blocks: Sequence[int], first: int, count: int) -> Iterator[int]:
+        """The slots of ``count`` positions from ``first`` on: block by block, those that follow each other in it."""
+        size = self._block_size
+        while count:
+            inside = min(count, size - first % size)
+            start = blocks[first // size] * size + first % size
+            yield from range(start, start + inside)
+            first, count = first + inside, count - inside
 
     def slots(self, num_tokens: int) -> list[np.ndarray]:
         """The slots of the tokens on the host, a group each."""
@@ -85,6 +99,11 @@ class _Buffer:
         self._array = device.array
         self.device: Array = device.empty(shape, dtype)
         self.host: np.ndarray = self.device if isinstance(self.device, np.ndarray) else np.empty(shape, dtype)
+
+    def fill(self, values: list[int]) -> None:
+        """Begin with these values, on the host and on the device."""
+        self.host[: len(values)] = values
+        self.send(len(values))
 
     def send(self, *used: int) -> None:
         """Copy the part that is used, so many of each axis, to the device."""

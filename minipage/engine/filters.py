@@ -106,23 +106,24 @@ def _nucleus(weights: Floats, top_p: float) -> Floats:
     while count < weights.shape[1] and (mass[:, -1:] < wanted).any():
         count = min(8 * count, weights.shape[1])
         mass, heaviest = _mass(weights, count)
-    is_kept = np.ones_like(mass, dtype=np.bool_)
-    is_kept[:, 1:] = mass[:, :-1] < wanted
-    rows = is_kept.nonzero()[0]
-    kept = heaviest[is_kept]
-    nucleus = np.zeros_like(weights)
+    is_kept = mass < wanted
+    is_kept[:, 1:] = is_kept[:, :-1]  # the token that crosses too
+    is_kept[:, 0] = True
+    nucleus = np.zeros(weights.shape, np.float32)
+    rows, kept = is_kept.nonzero()[0], heaviest[is_kept]
     nucleus[rows, kept] = weights[rows, kept]
     return nucleus
 
 
 def _mass(weights: Floats, count: int) -> tuple[Sums, Ids]:
     """Cumulative weight of the ``count`` heaviest of each row, heaviest first, and their positions."""
+    rows = np.arange(len(weights))[:, None]
     if count < weights.shape[1]:
         heaviest = np.stack([largest(row, count) for row in weights])
-        ordered = np.take_along_axis(heaviest, _order(np.take_along_axis(weights, heaviest, axis=1)), axis=1)
+        ordered = heaviest[rows, _order(weights[rows, heaviest])]
     else:
         ordered = _order(weights)
-    return np.take_along_axis(weights, ordered, axis=1).cumsum(axis=1, dtype=np.float64), ordered
+    return weights[rows, ordered].cumsum(axis=1, dtype=np.float64), ordered
 
 
 def _pick(weights: Floats, uniforms: Sums) -> Ids:
@@ -131,17 +132,17 @@ def _pick(weights: Floats, uniforms: Sums) -> Ids:
     First the block of positions that the mark falls into, then the position in it.
     """
     num_rows, size = weights.shape
+    sums = np.add.reduceat(weights.astype(np.float64), np.arange(0, size, _DRAW_BLOCK), axis=1).cumsum(axis=1)
+    marks = uniforms * sums[:, -1]
+    if size <= _DRAW_BLOCK:
+        return _first_above(weights.cumsum(axis=1, dtype=np.float64), marks)
     rows = np.arange(num_rows)
-    width = min(_DRAW_BLOCK, size)
-    sums = np.add.reduceat(weights.astype(np.float64), np.arange(0, size, width), axis=1)
-    cumulative = sums.cumsum(axis=1)
-    marks = uniforms * cumulative[:, -1]
-    blocks = _first_above(cumulative, marks)
-    marks -= np.where(blocks > 0, cumulative[rows, blocks - 1], 0.0)
-    positions = (blocks * width)[:, None] + np.arange(width)
+    blocks = _first_above(sums, marks)
+    marks -= np.where(blocks > 0, sums[rows, blocks - 1], 0.0)
+    positions = (blocks * _DRAW_BLOCK)[:, None] + np.arange(_DRAW_BLOCK)
     inside = weights[rows[:, None], np.minimum(positions, size - 1)]
     inside[positions >= size] = 0
-    picked: Ids = blocks * width + _first_above(inside.cumsum(axis=1, dtype=np.float64), marks)
+    picked: Ids = blocks * _DRAW_BLOCK + _first_above(inside.cumsum(axis=1, dtype=np.float64), marks)
     return picked
 
 

@@ -22,9 +22,9 @@ class Row(NamedTuple):
         return self.value / self.reference if self.reference else None
 
 
-def table(rows: Iterable[Row]) -> str:
-    """The rows as text: name, value, the paper's value, and their ratio."""
-    lines = [f"{'':44} {'here':>10} {'paper':>10} {'ratio':>7}"]
+def table(rows: Iterable[Row], reference: str = "paper") -> str:
+    """The rows as text: name, value, the value of the ``reference``, and their ratio."""
+    lines = [f"{'':44} {'here':>10} {reference:>10} {'ratio':>7}"]
     for row in rows:
         paper = "" if row.reference is None else shown(row.reference, row.unit)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minipage.cache import BlockAllocator, BlockCopy, BlockTable, OutOfBlocks, PrefixCache, copy_launches
 
@@ -71,6 +73,33 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="only an empty table can adopt"):
         table.adopt([0])
     allocator.check_integrity([table])
+
+
+OPERATIONS = st.tuples(
+    st.sampled_from(["append", "append", "truncate", "roll", "fork"]), st.integers(0, 1), st.integers(0, 9)
+)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@given(operations=st.lists(OPERATIONS, max_size=30))
+def test_entries_stay_as_long_as_num_changes_does(window, operations):
+    """Whatever is done to a table: while num_changes is the same, what was read of it is still what it begins with."""
+    allocator = BlockAllocator(12)
+    tables = [BlockTable(allocator, 4, window) for _ in range(2)]
+    for name, which, amount in operations:
+        seen = [(table, table.num_changes, list(table.blocks)) for table in tables]
+        table = tables[which]
+        if name == "append" and table.blocks_needed(amount) <= allocator.num_free_blocks:
+            table.append(amount)
+        elif name == "truncate":
+            table.truncate(min(amount, table.num_tokens))
+        elif name == "roll":
+            table.roll(table.num_tokens)
+        elif name == "fork":
+            tables[1 - which].free()
+            tables[1 - which] = table.fork()
+        for each, num_changes, blocks in seen:
+            assert each.num_changes > num_changes or each.blocks[: len(blocks)] == blocks
 
 
 # ---- giving back -----------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ ABORT = st.sampled_from(["first", "last"])
 @pytest.mark.parametrize("is_remote", [False, True], ids=["host", "device"])
 @given(
     num_blocks=st.integers(2, 14),
+    caching=st.booleans(),
     budget=st.sampled_from([3, 6, 64]),
     groups=st.sampled_from([(Group(),), (Group(5),), (Group(), Group(7)), (Group(4, 3), Group(4, 3), Group())]),
     host_blocks=st.sampled_from([0, 4, 20]),
@@ -119,6 +120,7 @@ ABORT = st.sampled_from(["first", "last"])
 def test_arrays_equal_those_made_from_nothing(
     is_remote: bool,
     num_blocks: int,
+    caching: bool,
     budget: int,
     groups: tuple[Group, ...],
     host_blocks: int,
@@ -127,7 +129,7 @@ def test_arrays_equal_those_made_from_nothing(
     tokens: list[int],
 ) -> None:
     """Whatever came before: growth, copies on write, windows, drafts, ends, aborts, preemption by recompute and by swap."""
-    world = World(num_blocks * len(groups), 6, budget, True, groups, host_blocks, guesses)
+    world = World(num_blocks * len(groups), 6, budget, caching, groups, host_blocks, guesses)
     device = RemoteDevice() if is_remote else open_device("reference")
     world.memory = CheckingMemory(world.blocks, make_buffers(device, world))
     pick, names = itertools.cycle([*tokens, 1, 2, 3]), itertools.count()

@@ -253,7 +253,8 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     """Token, logprobs and ranks of each row are bit for bit those it has alone, at any place among any neighbours."""
     rng = np.random.default_rng(3)
     asked = MIXED * 5  # of those that want the same, more and fewer than are drawn together
-    padded = (3 * rng.standard_normal((len(asked), vocab_size + 3))).astype(np.float32)
+    scales = np.resize([3, 0.3, 9], (len(asked), 1))  # distributions of any width
+    padded = (scales * rng.standard_normal((len(asked), vocab_size + 3))).astype(np.float32)
     logits = padded[:, :vocab_size]  # rows of a padded lm_head: not contiguous, not aligned
     logits[0, 7] = logits[0, 11] = logits[0].max() + 1
     rows = [make_row(prompt=range(9), output=[3, 3, 8], seed=i, **params) for i, params in enumerate(asked)]

@@ -70,16 +70,34 @@ def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_paths_exist() -> None:
     """Files that the map and the text name are where they say."""
-    named = set(re.findall(r"`((?:minipage|kernels|models|tests|scripts)/[\w./]+)`", README))
-    named |= set(re.findall(r"python (scripts/\w+\.py)", README))
+    named = paths_in(README) | set(re.findall(r"python (scripts/\w+\.py)", README))
     tree = next(block for block in blocks(README, "text") if block.startswith("minipage/"))
-    folder = ""
+    folder = place = ""
     for line in tree.splitlines():
-        entry, *rest = line.split()
-        folder = entry if not line.startswith(" ") else folder
-        place = f"{folder}{entry}" if line.startswith(" ") else entry
+        entry, indent = line.split()[0], len(line) - len(line.lstrip())
+        if indent == 0:
+            folder = place = entry
+        elif indent == 2:  # deeper lines say more of the same place
+            place = folder + entry
         named.add(place)
-        if place.endswith("/") and line.startswith(" "):
-            named |= {place + name for name in rest if re.fullmatch(r"\w+\.py", name)}
-    assert len(named) > 25
-    assert [path for path in named if not (ROOT / path).exists()] == []
+        inside = place if place.endswith("/") else folder
+        named |= {inside + name for name in re.findall(r"\w+\.py\b", line)}
+    assert len(named) > 90
+    assert missing(named) == []
+
+
+def test_paths_of_the_guide_exist() -> None:
+    """Files that CONTRIBUTING names are there, but for those to be made."""
+    named = {path for path in paths_in((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")) if "NAME" not in path}
+    assert len(named) > 20
+    assert missing(named) == []
+
+
+def paths_in(text: str) -> set[str]:
+    """Paths in the text between backticks."""
+    return set(re.findall(r"`((?:minipage|kernels|models|tests|scripts)/[\w./]+)`", text))
+
+
+def missing(named: set[str]) -> list[str]:
+    """Those that are not in the clone."""
+    return [path for path in sorted(named) if not (ROOT / path).exists()]

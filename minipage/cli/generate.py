@@ -43,13 +43,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Namespace) -> None:
+    beginning = ""  # shown with the first text, and not before what compiling kernels says on the same line
     if args.chat:
         outputs = llm.stream_chat(conversation(prompt, args.system), params)
     else:
         outputs = llm.stream(prompt, params)
-        print(prompt if isinstance(prompt, str) else prompt.get("prompt", ""), end="", flush=True)
+        beginning = prompt if isinstance(prompt, str) else prompt.get("prompt", "")
     for output in outputs:
-        print(output.outputs[0].delta_text, end="", flush=True)
+        print(beginning + output.outputs[0].delta_text, end="", flush=True)
+        beginning = ""
     print()
 
 

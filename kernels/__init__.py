@@ -4,5 +4,7 @@
     kernels.cpu         Numba for the CPU
     kernels.cuda        Numba CUDA, on a GPU or in Numba's simulator
 
+What numbers mean is said once for all of them: :mod:`kernels.dtypes` (float storages), :mod:`kernels.quantization` and
+:mod:`kernels.group_fit` (quantised weights), :mod:`kernels.pages` (pages of K and V).
 :mod:`kernels.ops` states what every op promises. Nothing here knows of the engine or of a model.
 """

@@ -28,7 +28,7 @@ class LLM:
         model: a folder in Hugging Face layout, a .gguf file, a hub id; None is the demo model, SmolLM2-135M-Instruct.
         device: "auto", "cpu", "cuda", "cuda-sim" (CUDA kernels in Numba's simulator) or "reference" (NumPy), both for tests.
         dtype: of the weights, "auto" (the checkpoint's; a GGUF file keeps its quantised bits), "float32", "bfloat16" or
-            "float16". Activations are float32.
+            "float16". Activations are float32; on a CPU, layers with quantised weights quantise their inputs as well.
         quantization: "int8" or "int4" quantises the weights while loading; "int4" leaves embedding and output head in int8.
         kv_cache_dtype: of K and V, "auto" (the dtype of the weights; float16 where a file has quantised ones), "float32",
             "bfloat16", "float16", or "int8", with a scale for each token and head: about a quarter of the memory of float32,

@@ -11,5 +11,3 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 # Set before NumPy is imported: its threads gain nothing on the tests' tiny matrices, and cost a lot on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Set before Numba is imported: kernels are tested on up to four threads, whatever the machine has.
-os.environ.setdefault("NUMBA_NUM_THREADS", "4")

@@ -1,7 +1,13 @@
 """The op set for the CPU: Numba, and NumPy where an op only copies.
 
-Start with :mod:`.microkernel`, which linear layers and attention share. Under NUMBA_DISABLE_JIT=1 everything here runs as
-plain Python, where a debugger can step through it.
+    linear, norm, attention, ...    the ops: each names its kernels and how its work may be cut, and calls them
+    native                          the kernels: what is compiled
+    kernel, compiler, code, isa     a kernel's signature and arguments; compiling it, keeping it; for which instructions
+    team                            the threads, and steps that are recorded once and run as one native call
+    weights, records                the layout of packed weights
+
+Start with an op in :mod:`.norm` and its code in :mod:`.native.norm`. Under NUMBA_DISABLE_JIT=1 everything here runs as plain
+Python, where a debugger can step through it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU: NumPy arrays, Numba kernels on a number of threads; and the reference device, plain NumPy, for tests."""
+"""The CPU: NumPy arrays, Numba kernels on a team of threads; and the reference device, plain NumPy, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The code of the kernels: Numba, which this folder alone imports, and only when something is to be compiled.
+"""The code of the kernels. It is imported only when something is to be compiled, or to run as plain Python, and Numba with it.
 
-Start with :mod:`.microkernel`, which linear layers and attention share.
+A kernel takes its arguments and, last, its :class:`.share.Share` of the work. Start with :mod:`.norm`, which is plain loops, and
+go on with :mod:`.microkernel`, which linear layers and attention share and which is written as vector code.
 """

@@ -2,7 +2,7 @@
 """Standalone inference: prompts in, text or JSON lines out, timings on standard error.
 
     python scripts/generate.py "Once upon a time" "The sea is"
-    python scripts/generate.py --chat "What is the capital of France?"
+    python scripts/generate.py --chat "What is gravity?"
     python scripts/generate.py --file prompts.txt --json > results.jsonl
     echo "Once upon a time" | python scripts/generate.py --max-tokens 32 --temperature 0.8 --seed 1
 

@@ -61,14 +61,15 @@ def linear(kind: str, num_tokens: int, num_outputs: int, num_inputs: int) -> Che
 
 
 def norms(num_tokens: int, size: int) -> Check:
-    """Root mean square norm, and layer norm in place."""
+    """Root mean square norm, plain and with the addition before it, and layer norm in place."""
 
     def check(ops: Any, array: Callable[[np.ndarray], Array], xp: Any) -> list[Array]:
         x, weight, bias = array(normal(1, num_tokens, size)), array(normal(2, size)), array(normal(3, size))
-        out = array(np.zeros((num_tokens, size), np.float32))
+        out, total, sums = (array(np.zeros((num_tokens, size), np.float32)) for _ in range(3))
         ops.rms_norm(out, x, weight, 1e-5)
+        ops.add_rms_norm(sums, total, x, weight, 1e-5)
         ops.layer_norm(x, x, weight, bias, 1e-5)
-        return [out, x]
+        return [out, sums, total, x]
 
     return check
 

@@ -75,6 +75,7 @@ def specimens() -> Iterator[Specimen]:
     vector, rows, heads = array(f32, 1), array(f32, 2), array(f32, 3, "A")
     norm, elementwise, linear = modules["norm"], modules["elementwise"], modules["linear"]
     yield Specimen("rms_norm", norm.rms_norm_kernel, (rows, rows, vector, f32))
+    yield Specimen("add_rms_norm", norm.add_rms_norm_kernel, (rows, rows, rows, vector, f32))
     yield Specimen("layer_norm", norm.layer_norm_kernel, (rows, rows, vector, vector, f32))
     yield Specimen("add", elementwise.add_kernel, (rows, rows, rows))
     yield Specimen("gather_rows", elementwise.gather_rows_kernel, (rows, rows, int32))
@@ -82,10 +83,11 @@ def specimens() -> Iterator[Specimen]:
     for activation, kernel in elementwise.gated_activation_kernels.items():
         yield Specimen(f"gated_activation {activation}", kernel, (rows, rows))
 
-    codes = {"float32": f32, "float16": f16, "bfloat16": bf16, "int8": types.int8, "int4": types.uint8}
+    codes = {"float32": f32, "float16": f16, "bfloat16": bf16, "int8": types.int8}
+    codes |= {"int4": types.uint8, "int4_symmetric": types.uint8}
     for kind, dtype in codes.items():
-        weight = array(dtype, 2)
-        packed = (weight, weight, weight) if kind not in ("int8", "int4") else (weight, rows, rows)
+        weight, halves = array(dtype, 2), array(f16, 2)
+        packed = (weight, halves, halves) if kind.startswith("int") else (weight, weight, weight)
         yield Specimen(f"linear {kind}", linear.linear_kernels[kind], (rows, rows, *packed, vector, types.int64))
         yield Specimen(f"embed {kind}", linear.embed_kernels[kind], (rows, *packed, int32))
 

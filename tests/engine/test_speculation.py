@@ -210,6 +210,17 @@ def test_a_stop_string_in_the_middle_of_a_draft(tmp_path: Path, stop: str) -> No
     assert results[0][2:] == ("stop", stop)
 
 
+def test_penalties_count_the_tokens_of_a_draft(tmp_path: Path) -> None:
+    """A token behind accepted guesses is drawn as if they had been drawn one by one: a pattern breaks off where it would."""
+    params = greedy_params(60, frequency_penalty=1.5)
+    with open_llm(talker(tmp_path), num_blocks=64, max_model_len=200) as llm:
+        [expected] = llm.generate("~", params)
+    with open_llm(talker(tmp_path), num_blocks=64, max_model_len=200, speculative="ngram") as llm:
+        assert llm.generate("~", params)[0].outputs[0].token_ids == expected.outputs[0].token_ids
+        assert llm.stats().accepted_tokens > 15
+    assert expected.outputs[0].text.startswith("xy" * 13) and not expected.outputs[0].text.startswith("xy" * 20)
+
+
 # ---- what it costs and saves -------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 from helpers.tokenizers import byte_characters
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
@@ -115,9 +115,10 @@ def test_ids_are_those_of_the_hugging_face_tokenizer(pre: str, text: str) -> Non
 @given(text=TEXTS)
 @settings(deadline=None)
 def test_byte_level_round_trip(pre: str, text: str) -> None:
-    """Any text comes back, at once and token by token."""
+    """Any text comes back, at once and token by token, but for the names of special tokens, which are not shown."""
     tokenizer = TOKENIZERS[pre]
     ids = tokenizer.encode(text, add_special_tokens=False)
+    assume(tokenizer.all_special_ids.isdisjoint(ids))
     assert tokenizer.decode(ids) == text
     detokenizer = Detokenizer(tokenizer, [])
     assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text

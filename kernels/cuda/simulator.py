@@ -174,16 +174,17 @@ def _local_array(self: Any, shape: Any, dtype: Any, alignment: int | None = None
     return _poisoned(shape, dtype)
 
 
-def _meet_in_warp(operation: str, mask: int, value: Any) -> dict[int, Any]:
+def meet_in_warp(operation: str, mask: int, value: Any, depth: int = 2) -> dict[Any, Any]:
+    """What the lanes of a warp offer, by lane, in one dict for all; the kernel is ``depth`` calls up from here."""
     thread: SimulatedThread = getcurrent()
-    return thread.meet(operation, thread.warp, int(mask) & ALL_LANES, value, sys._getframe(2))
+    return thread.meet(operation, thread.warp, int(mask) & ALL_LANES, value, sys._getframe(depth))
 
 
 def _shuffle(name: str, source: Callable[[int, int], int]) -> Callable[..., Any]:
     """A shuffle that reads lane ``source(own lane, argument)``; its own value where that lane is not of the warp."""
 
     def shuffle(self: Any, mask: int, value: Any, argument: int) -> Any:
-        offers = _meet_in_warp(name, mask, value)
+        offers = meet_in_warp(name, mask, value)
         return offers.get(source(getcurrent().lane, int(argument)), value)
 
     return shuffle
@@ -193,13 +194,13 @@ def _vote(name: str, count: Callable[[dict[int, Any], Any], Any]) -> Callable[..
     """A vote whose result is ``count(what each lane offers, own value)``."""
 
     def vote(self: Any, mask: int, value: Any) -> Any:
-        return count(_meet_in_warp(name, mask, value), value)
+        return count(meet_in_warp(name, mask, value), value)
 
     return vote
 
 
 def _syncwarp(self: Any, mask: int = ALL_LANES) -> None:
-    _meet_in_warp("syncwarp", mask, None)
+    meet_in_warp("syncwarp", mask, None)
 
 
 def _bits(lanes: Iterable[int]) -> int:

@@ -1,0 +1,188 @@
+"""What a GPU can do and Numba does not name: 16-byte accesses, pairs of 16-bit floats, products of small matrices.
+
+A word is a uint32. ``words`` are four of them, as one 16-byte access moves them. Offsets are in elements from where an array
+begins, and must make an address that is a multiple of 16 bytes.
+
+    load16(array, offset)            words from global or shared memory
+    store16(array, offset, words)    and back
+    unpack_half(word), unpack_bfloat16(word)         the two floats of a word, the one in its low bits first
+    pack_half(low, high), pack_bfloat16(low, high)   two float32 to the nearest, as a word
+    float_bits(x), bits_float(word)                  the bits of a float32, and back
+    mma_half(c, a, b), mma_bfloat16(c, a, b)         c + a @ b on tensor cores, by a whole warp: see below
+    load_matrices(array, offset), load_matrices_transposed(array, offset)   four 8x8 matrices of 16-bit elements
+
+The product is that of ``mma.sync.m16n8k16`` (PTX ISA, warp-level matrix instructions): a [16, 16] and b [16, 8] of 16-bit
+floats, c [16, 8] of float32. With g = lane // 4 and p = lane % 4, a lane holds
+
+    a   four words: a[g, 2p:2p+2], a[g+8, 2p:2p+2], a[g, 2p+8:2p+10], a[g+8, 2p+8:2p+10]
+    b   two words: b[2p:2p+2, g], b[2p+8:2p+10, g]
+    c   four floats: c[g, 2p], c[g, 2p+1], c[g+8, 2p], c[g+8, 2p+1]
+
+``load_matrices`` is ``ldmatrix.x4`` on shared memory: lane i gives the offset of row i % 8 of matrix i // 8, and gets of each
+matrix the word [g, 2p:2p+2], or transposed [2p:2p+2, g].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from .formats import WIDENING
+from .target import SIMULATED
+
+WORD, SINGLE, SHORT = ir.IntType(32), ir.FloatType(), ir.IntType(16)
+WORDS = ir.VectorType(WORD, 4)
+SHARED_SPACE = 3  #: LLVM's address space of shared memory
+
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
+    "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+)
+_LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4{0}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    """The address of an array's element."""
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
+
+
+def _as_words(builder: Any, pointer: Any) -> Any:
+    return builder.bitcast(pointer, WORDS.as_pointer(getattr(pointer.type, "addrspace", 0)))
+
+
+def _tuple(context: Any, builder: Any, sig: Any, values: list[Any]) -> Any:
+    return context.make_tuple(builder, sig.return_type, values)
+
+
+def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any]:
+    words = types.UniTuple(types.uint32, 4)
+
+    def load16(typingctx: Any, array: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = _as_words(builder, _pointer(context, builder, sig.args[0], args[0], args[1]))
+            value = builder.load(pointer, align=16)
+            return _tuple(context, builder, sig, [builder.extract_element(value, WORD(i)) for i in range(4)])
+
+        return words(array, types.int64), emit
+
+    def store16(typingctx: Any, array: Any, offset: Any, values: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = _as_words(builder, _pointer(context, builder, sig.args[0], args[0], args[1]))
+            vector = ir.Constant(WORDS, ir.Undefined)
+            for i in range(4):
+                vector = builder.insert_element(vector, builder.extract_value(args[2], i), WORD(i))
+            builder.store(vector, pointer, align=16)
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, words), emit
+
+    return intrinsic(load16), intrinsic(store16)
+
+
+def _pair_intrinsics(types: Any, intrinsic: Callable[..., Any], storage: str, name: str) -> tuple[Any, Any]:
+    """``unpack`` and ``pack`` of a 16-bit format, which :mod:`.formats` names by its Numba type, and PTX by ``name``."""
+    widen, text = WIDENING[storage], f"cvt.rn.{name}x2.f32 $0, $2, $1;"
+
+    def unpack(typingctx: Any, word: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            halves = args[0], builder.lshr(args[0], WORD(16))
+            return _tuple(context, builder, sig, [widen(builder, builder.trunc(half, SHORT)) for half in halves])
+
+        return types.UniTuple(types.float32, 2)(types.uint32), emit
+
+    def pack(typingctx: Any, low: Any, high: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            function = ir.FunctionType(WORD, [SINGLE, SINGLE])
+            return builder.call(ir.InlineAsm(function, text, "=r,f,f"), args)
+
+        return types.uint32(types.float32, types.float32), emit
+
+    return intrinsic(unpack), intrinsic(pack)
+
+
+def _bit_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any]:
+    def float_bits(typingctx: Any, x: Any) -> Any:
+        return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], WORD)
+
+    def bits_float(typingctx: Any, word: Any) -> Any:
+        return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], SINGLE)
+
+    return intrinsic(float_bits), intrinsic(bits_float)
+
+
+def _mma_intrinsic(types: Any, intrinsic: Callable[..., Any], operand: str) -> Any:
+    floats, words = types.UniTuple(types.float32, 4), types.UniTuple(types.uint32, 4)
+    text, constraints = _MMA.format(operand), ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+
+    def mma(typingctx: Any, c: Any, a: Any, b: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            sums, left, right = ([builder.extract_value(args[i], j) for j in range(n)] for i, n in enumerate((4, 4, 2)))
+            function = ir.FunctionType(ir.LiteralStructType([SINGLE] * 4), [WORD] * 6 + [SINGLE] * 4)
+            result = builder.call(ir.InlineAsm(function, text, constraints), [*left, *right, *sums])
+            return _tuple(context, builder, sig, [builder.extract_value(result, i) for i in range(4)])
+
+        return floats(floats, words, types.UniTuple(types.uint32, 2)), emit
+
+    return intrinsic(mma)
+
+
+def _matrix_intrinsic(types: Any, intrinsic: Callable[..., Any], modifier: str) -> Any:
+    text = _LOAD_MATRICES.format(modifier)
+
+    def load_matrices(typingctx: Any, array: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+            shared = builder.addrspacecast(pointer, pointer.type.pointee.as_pointer(SHARED_SPACE))
+            address = builder.ptrtoint(shared, WORD)
+            function = ir.FunctionType(ir.LiteralStructType([WORD] * 4), [WORD])
+            assembly = ir.InlineAsm(function, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+            result = builder.call(assembly, [address])
+            return _tuple(context, builder, sig, [builder.extract_value(result, i) for i in range(4)])
+
+        return types.UniTuple(types.uint32, 4)(array, types.int64), emit
+
+    return intrinsic(load_matrices)
+
+
+if SIMULATED:
+    from .simulated_intrinsics import (
+        bits_float,
+        float_bits,
+        load16,
+        load_matrices,
+        load_matrices_transposed,
+        mma_bfloat16,
+        mma_half,
+        pack_bfloat16,
+        pack_half,
+        store16,
+        unpack_bfloat16,
+        unpack_half,
+    )
+else:
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    load16, store16 = _memory_intrinsics(types, intrinsic)
+    unpack_half, pack_half = _pair_intrinsics(types, intrinsic, "float16", "f16")
+    unpack_bfloat16, pack_bfloat16 = _pair_intrinsics(types, intrinsic, "uint16", "bf16")
+    float_bits, bits_float = _bit_intrinsics(types, intrinsic)
+    mma_half, mma_bfloat16 = (_mma_intrinsic(types, intrinsic, operand) for operand in ("f16", "bf16"))
+    load_matrices, load_matrices_transposed = (_matrix_intrinsic(types, intrinsic, how) for how in ("", ".trans"))
+
+__all__ = [
+    "bits_float",
+    "float_bits",
+    "load16",
+    "load_matrices",
+    "load_matrices_transposed",
+    "mma_bfloat16",
+    "mma_half",
+    "pack_bfloat16",
+    "pack_half",
+    "store16",
+    "unpack_bfloat16",
+    "unpack_half",
+]

@@ -191,6 +191,10 @@ class Ops(Protocol):
         """Copy blocks src[i] to dst[i] (int64 [n]) in all layers of both caches [L, num_blocks, ...], in one launch."""
         ...
 
-    def swap_blocks(self, src_cache: Array, dst_cache: Array, src: Array, dst: Array) -> None:
-        """Copy blocks src[i] of one pool [L, n1, ...] to dst[i] of another [L, n2, ...] (device to host pool, or back)."""
+    def swap_blocks(
+        self, src_keys: Array, src_values: Array, dst_keys: Array, dst_values: Array, src: Array, dst: Array
+    ) -> None:
+        """Copy blocks src[i] of two pools [L, n1, ...] to dst[i] of two others [L, n2, ...] (device to host, or back), in one
+        launch. Host pools are memory that the ops can reach: that of ``Device.empty_host``.
+        """
         ...

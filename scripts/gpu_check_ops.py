@@ -152,11 +152,12 @@ def block_copies(heads: Heads) -> Check:
 
     def check(ops: Any, array: Callable[[np.ndarray], Array], xp: Any) -> list[Array]:
         keys, values = (pool[None].repeat(2, axis=0) for pool in pages(ops, array, heads, 9))
-        other = pages(ops, array, heads, 12)[0][None].repeat(2, axis=0)
+        others = [pool[None].repeat(2, axis=0) for pool in pages(ops, array, heads, 12)]
         src, dst = array(np.array([0, 3, 8])), array(np.array([4, 1, 7]))
         ops.copy_blocks(keys, values, src, dst)
-        ops.swap_blocks(keys, other, src, dst)
-        return [plain(pool[1], ops.KEY_AXES) for pool in (keys, other)] + [plain(values[1], ops.VALUE_AXES)]
+        ops.swap_blocks(keys, values, *others, src, dst)
+        pairs = (keys, ops.KEY_AXES), (values, ops.VALUE_AXES), (others[0], ops.KEY_AXES), (others[1], ops.VALUE_AXES)
+        return [plain(pool[1], axes) for pool, axes in pairs]
 
     return check
 

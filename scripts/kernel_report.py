@@ -47,10 +47,18 @@ def all_kernels() -> set[str]:
 def _kernels_of(module: str) -> Iterator[str]:
     if module.startswith("simula"):
         return  # needs the simulator, which is off where kernels are compiled
-    for value in vars(importlib.import_module(f"{op_set.__name__}.{module}")).values():
-        for kernel in value.values() if isinstance(value, dict) else (value,):
-            if hasattr(kernel, "py_func") and not kernel.targetoptions.get("device"):
-                yield kernel.py_func.__name__
+    for value in _flat(vars(importlib.import_module(f"{op_set.__name__}.{module}"))):
+        if hasattr(value, "py_func") and not value.targetoptions.get("device"):
+            yield value.py_func.__name__
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What is in a dict of dicts."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _flat(each)
+    else:
+        yield value
 
 
 HEADER = (

@@ -1,77 +1,62 @@
-"""Copies of whole blocks, within a pool and between pools, in all layers."""
+"""Copies of whole blocks, within the pools and between pools: K and V, all layers and all pairs of blocks in one launch.
+
+A pool may be in host memory that is pinned and mapped: the same kernel reads or writes it over the bus.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .target import SIMULATED, THREADS, blocks_for, cuda, device_function, kernel, launch, to_device, to_host
+from .intrinsics import load16, store16
+from .target import THREADS, address, blocks_for, cuda, kernel, launch
 
 Array = Any
 
+ELEMENTS = 2  #: that a thread copies of each pool, where the grid allows it: enough loads in flight to fill a bus
 MAX_GRID_Z = 65535
 
 
-@device_function
-def copy_block(to: Array, to_block: Any, source: Array, source_block: Any) -> None:
-    """One layer's block of a pool [L, num_blocks, elements] to another, spread over threads x and blocks z of the launch."""
-    layer = cuda.blockIdx.y
-    first, step = cuda.blockIdx.z * THREADS + cuda.threadIdx.x, cuda.gridDim.z * THREADS
-    for i in range(first, to.shape[2], step):
-        to[layer, to_block, i] = source[layer, source_block, i]
+@kernel
+def copy_wide_kernel(
+    src_keys: Array, src_values: Array, dst_keys: Array, dst_values: Array, src: Array, dst: Array
+) -> None:
+    """Pools [L, num_blocks, words] of uint32. A pair by ``blockIdx.x``, a layer by y, sixteen bytes by z and the thread."""
+    pair, layer, size = cuda.blockIdx.x, cuda.blockIdx.y, src_keys.shape[2]
+    source = (layer * src_keys.shape[1] + src[pair]) * size
+    target = (layer * dst_keys.shape[1] + dst[pair]) * size
+    for i in range(4 * (cuda.blockIdx.z * THREADS + cuda.threadIdx.x), size, 4 * cuda.gridDim.z * THREADS):
+        key, value = load16(src_keys, source + i), load16(src_values, source + i)
+        store16(dst_keys, target + i, key)
+        store16(dst_values, target + i, value)
 
 
 @kernel
-def copy_blocks_kernel(keys: Array, values: Array, src: Array, dst: Array) -> None:
-    pair = cuda.blockIdx.x
-    copy_block(keys, dst[pair], keys, src[pair])
-    copy_block(values, dst[pair], values, src[pair])
-
-
-@kernel
-def swap_blocks_kernel(source: Array, to: Array, src: Array, dst: Array) -> None:
-    pair = cuda.blockIdx.x
-    copy_block(to, dst[pair], source, src[pair])
+def copy_plain_kernel(
+    src_keys: Array, src_values: Array, dst_keys: Array, dst_values: Array, src: Array, dst: Array
+) -> None:
+    """The same, of any elements and one by one."""
+    pair, layer = cuda.blockIdx.x, cuda.blockIdx.y
+    for i in range(cuda.blockIdx.z * THREADS + cuda.threadIdx.x, src_keys.shape[2], cuda.gridDim.z * THREADS):
+        dst_keys[layer, dst[pair], i] = src_keys[layer, src[pair], i]
+        dst_values[layer, dst[pair], i] = src_values[layer, src[pair], i]
 
 
 def copy_blocks(key_cache: Array, value_cache: Array, src: Array, dst: Array) -> None:
     """See :meth:`kernels.ops.Ops.copy_blocks`. No block may be both copied from and copied to."""
-    keys, values = _flat(key_cache), _flat(value_cache)
-    launch(copy_blocks_kernel, _grid(src, keys), THREADS, keys, values, src, dst)
+    swap_blocks(key_cache, value_cache, key_cache, value_cache, src, dst)
 
 
-def swap_blocks(src_cache: Array, dst_cache: Array, src: Array, dst: Array) -> None:
-    """See :meth:`kernels.ops.Ops.swap_blocks`. A NumPy pool beside a CuPy one is host memory (pinned, if it is to be fast)."""
-    source, to = _flat(src_cache), _flat(dst_cache)
-    if not SIMULATED and (isinstance(source, np.ndarray) or isinstance(to, np.ndarray)):
-        _copy_between_host_and_device(source, to, to_host(src), to_host(dst))
-    else:
-        launch(swap_blocks_kernel, _grid(src, source), THREADS, source, to, to_device(src), to_device(dst))
-
-
-def _copy_between_host_and_device(source: Array, to: Array, src: np.ndarray, dst: np.ndarray) -> None:
-    """A strided copy a pair: a kernel could read host memory only where it is pinned and mapped."""
-    import cupy
-
-    num_layers, _, size = source.shape
-    stream = cupy.cuda.get_current_stream()
-    for source_block, to_block in zip(src, dst, strict=True):
-        cupy.cuda.runtime.memcpy2DAsync(
-            _address(to, int(to_block)),
-            to.strides[0],
-            _address(source, int(source_block)),
-            source.strides[0],
-            size * source.itemsize,
-            num_layers,
-            cupy.cuda.runtime.memcpyDefault,
-            stream.ptr,
-        )
-
-
-def _address(pool: Array, block: int) -> int:
-    first = pool.ctypes.data if isinstance(pool, np.ndarray) else pool.data.ptr
-    return int(first) + block * int(pool.strides[1])
+def swap_blocks(src_keys: Array, src_values: Array, dst_keys: Array, dst_values: Array, src: Array, dst: Array) -> None:
+    """See :meth:`kernels.ops.Ops.swap_blocks`."""
+    pools = [_flat(pool) for pool in (src_keys, src_values, dst_keys, dst_values)]
+    num_layers, _, size = pools[0].shape
+    is_wide = size * pools[0].itemsize % 16 == 0 and all(address(pool) % 16 == 0 for pool in pools)
+    if is_wide:
+        pools = [pool.view("uint32") for pool in pools]
+    function = copy_wide_kernel if is_wide else copy_plain_kernel
+    accesses = pools[0].shape[2] // 4 if is_wide else size
+    grid = len(src), num_layers, min(blocks_for(accesses, ELEMENTS * THREADS), MAX_GRID_Z)
+    launch(function, grid, THREADS, *pools, src, dst)
 
 
 def _flat(pool: Array) -> Array:
@@ -79,7 +64,3 @@ def _flat(pool: Array) -> Array:
     if not pool.flags.c_contiguous:
         raise ValueError(f"a pool of shape {pool.shape} and strides {pool.strides} is not contiguous; allowed: C order")
     return pool.reshape(pool.shape[0], pool.shape[1], -1)
-
-
-def _grid(src: Array, pool: Array) -> tuple[int, int, int]:
-    return len(src), pool.shape[0], min(blocks_for(pool.shape[2], THREADS), MAX_GRID_Z)

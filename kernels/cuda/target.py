@@ -68,6 +68,11 @@ def blocks_for(n: int, per_block: int) -> int:
     return -(-n // per_block)
 
 
+def address(array: Array) -> int:
+    """Where an array begins in memory."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
 def to_device(host: np.ndarray) -> Array:
     """A host array where the kernels can read it."""
     if SIMULATED:

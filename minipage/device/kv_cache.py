@@ -90,18 +90,16 @@ class KVCache:
         self._device.ops.copy_blocks(self.key, self.value, src, dst)
 
     def swap_out(self, swaps: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) to the host pool in all layers; one launch for K and one for V."""
+        """Copy blocks (source, destination) to the host pool in all layers, in one launch."""
         self._swap(swaps, (self.key, self.value), (self.host_key, self.host_value))
 
     def swap_in(self, swaps: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) from the host pool in all layers; one launch for K and one for V."""
+        """Copy blocks (source, destination) from the host pool in all layers, in one launch."""
         self._swap(swaps, (self.host_key, self.host_value), (self.key, self.value))
 
     def _swap(self, swaps: Sequence[tuple[int, int]], source: tuple[Array, Array], target: tuple[Array, Array]) -> None:
         if swaps:
-            src, dst = self._columns(swaps)
-            for src_pages, dst_pages in zip(source, target, strict=True):
-                self._device.ops.swap_blocks(src_pages, dst_pages, src, dst)
+            self._device.ops.swap_blocks(*source, *target, *self._columns(swaps))
 
     def expect_writes(self, slots: Sequence[np.ndarray]) -> None:
         """Tokens are about to be written to ``slots``, host arrays [T] of block * block_size + offset, one a group; a storage

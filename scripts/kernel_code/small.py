@@ -5,21 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipage.kernels.cuda import blocks, elementwise, norm
-from minipage.kernels.cuda.target import THREADS
+from minipage.kernels.cuda.target import THREADS, WARP
 
-from .specimens import F32, FLOATS, IDS, ROWS, SLOTS, VECTOR, Specimen, array
+from .specimens import F32, FLOATS, IDS, ROWS, SLOTS, U32, Launch, Specimen, array
+
+HIDDEN, GATES = 4096, 14336  #: sizes of the layers of an 8B model
+MOST_THREADS = norm.MOST_WARPS * WARP
 
 
 def specimens() -> Iterator[Specimen]:
-    """Each kernel, copies for each kind of pages."""
-    yield Specimen("rms_norm", norm.rms_norm_kernel, (ROWS, ROWS, VECTOR, F32), THREADS)
-    yield Specimen("add_rms_norm", norm.add_rms_norm_kernel, (ROWS, ROWS, ROWS, VECTOR, F32), THREADS)
-    yield Specimen("layer_norm", norm.layer_norm_kernel, (ROWS, ROWS, VECTOR, VECTOR, F32), THREADS)
-    yield Specimen("add", elementwise.add_kernel, (ROWS, ROWS, ROWS), THREADS)
-    yield Specimen("gather_rows", elementwise.gather_rows_kernel, (ROWS, ROWS, IDS), THREADS)
-    for activation, kernel in elementwise.gated_activation_kernels.items():
-        yield Specimen(f"gated_activation {activation}", kernel, (ROWS, ROWS), THREADS)
+    """Each kernel, with wide accesses and without; plain copies for each kind of pages."""
+    for access in ("wide", "plain"):
+        yield from _rows(access)
+    words = array(U32, 3)
+    copy = Launch("one block of 16 tokens, 32 layers of 8 x 128 float16", 32 * 4, 2 * 2 * 32 * 8 * 128 * 16 * 2)
+    yield Specimen(
+        "copy_blocks wide", blocks.copy_wide_kernel, (*[words] * 4, SLOTS, SLOTS), THREADS, True, launch=copy
+    )
     for kind, dtype in FLOATS.items():
         pool = array(dtype, 3)
-        yield Specimen(f"copy_blocks {kind}", blocks.copy_blocks_kernel, (pool, pool, SLOTS, SLOTS), THREADS)
-        yield Specimen(f"swap_blocks {kind}", blocks.swap_blocks_kernel, (pool, pool, SLOTS, SLOTS), THREADS)
+        yield Specimen(f"copy_blocks {kind}", blocks.copy_plain_kernel, (*[pool] * 4, SLOTS, SLOTS), THREADS)
+
+
+def _rows(access: str) -> Iterator[Specimen]:
+    """Kernels over rows, by one of two accesses."""
+    is_wide = access == "wide"
+
+    def each(name: str, arrays: int, blocks: int, size: int) -> Launch | None:
+        return Launch(name, blocks, 4 * arrays * size) if is_wide else None
+
+    row = "1 row of 4096"
+    norms = (
+        ("rms_norm", norm.rms_norm_kernels, 3, 3),
+        ("add_rms_norm", norm.add_rms_norm_kernels, 4, 5),
+        ("layer_norm", norm.layer_norm_kernels, 4, 4),
+    )
+    for name, kernels, num_rows, moved in norms:
+        signature = (*[ROWS] * num_rows, F32)
+        launch = each(row, moved, 1, HIDDEN)
+        yield Specimen(f"{name} {access}", kernels[access], signature, MOST_THREADS, is_wide, launch=launch)
+    others = (
+        ("add", elementwise.add_kernels, (ROWS, ROWS, ROWS), 3),
+        ("gather_rows", elementwise.gather_rows_kernels, (ROWS, ROWS, IDS), 2),
+    )
+    for name, kernels, signature, moved in others:
+        launch = each(row, moved, HIDDEN // (4 * THREADS), HIDDEN)
+        yield Specimen(f"{name} {access}", kernels[access], signature, THREADS, is_wide, launch=launch)
+    for activation, kernels in elementwise.gated_activation_kernels.items():
+        launch = each("1 row of 14336", 3, GATES // (4 * THREADS), GATES)
+        name = f"gated_activation {activation} {access}"
+        yield Specimen(name, kernels[access], (ROWS, ROWS), THREADS, is_wide, launch=launch)

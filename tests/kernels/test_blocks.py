@@ -48,16 +48,31 @@ def test_copy_blocks(impl: Implementation, case: Copies) -> None:
 
 @cases(SWAPS, SWAPS)
 def test_swap_blocks(impl: Implementation, case: Copies) -> None:
-    """Blocks go to a pool of another size and back; the source stays as it is."""
-    small, large = pools(case.kind, 4)[0], pools(case.kind, 9)[0] * 0
-    away, back = impl.array(large), impl.array(small)
+    """Blocks of K and of V go to pools of another size and back; the sources stay as they are."""
+    small, large = pools(case.kind, 4), [pool * 0 for pool in pools(case.kind, 9)]
     there, here = impl.array(np.array(case.dst, np.int64)), impl.array(np.array(case.src, np.int64))
-    impl.run("swap_blocks", impl.array(small), away, here, there)
-    expected = large.copy()
-    expected[:, [7, 0, 8]] = small[:, [3, 1, 0]]
-    assert_same_bits(impl.host(away), expected)
-    back = impl.array(small * 0)
-    impl.run("swap_blocks", away, back, there, here)
-    expected = small * 0
-    expected[:, [3, 1, 0]] = small[:, [3, 1, 0]]
-    assert_same_bits(impl.host(back), expected)
+    near, away = [impl.array(pool) for pool in small], [impl.array(pool) for pool in large]
+    impl.run("swap_blocks", *near, *away, here, there)
+    for host, pool, source, device in zip(small, away, near, large, strict=True):
+        expected = device.copy()
+        expected[:, [7, 0, 8]] = host[:, [3, 1, 0]]
+        assert_same_bits(impl.host(pool), expected)
+        assert_same_bits(impl.host(source), host)
+    back = [impl.array(pool * 0) for pool in small]
+    impl.run("swap_blocks", *away, *back, there, here)
+    for host, pool in zip(small, back, strict=True):
+        expected = host * 0
+        expected[:, [3, 1, 0]] = host[:, [3, 1, 0]]
+        assert_same_bits(impl.host(pool), expected)
+
+
+@cases([(1, 1, 1), (3, 5, 1), (1, 3, 7), (2, 4, 66)], [(1, 3, 7), (2, 4, 66)])
+def test_blocks_of_any_size(impl: Implementation, case: tuple[int, int, int]) -> None:
+    """Blocks whose bytes are a multiple of 16 or not, and more of them than one pass of a thread block copies."""
+    keys, values = (store(normal(seed, 2, 5, *case), "float16") for seed in (1, 2))
+    devices = impl.array(keys), impl.array(values)
+    impl.run("copy_blocks", *devices, impl.array(np.array([0, 4])), impl.array(np.array([3, 1])))
+    for host, device in zip((keys, values), devices, strict=True):
+        expected = host.copy()
+        expected[:, [3, 1]] = host[:, [0, 4]]
+        assert_same_bits(impl.host(device), expected)

@@ -72,6 +72,16 @@ def test_norms_work_in_place(impl: Implementation) -> None:
         assert_same_bits(impl.host(both), expected)
 
 
+@cases(SHAPES, SMALL_SHAPES)
+def test_add_rms_norm(impl: Implementation, case: tuple[int, int]) -> None:
+    """The addition and the norm in one, with the bits of the two; ``out`` may be ``x``."""
+    h, x, weight = normal(1, *case), normal(2, *case), normal(3, case[1])
+    total, both = impl.array(h), impl.array(x)
+    impl.run("add_rms_norm", both, total, both, impl.array(weight), 1e-5)
+    assert_same_bits(impl.host(total), h + x)
+    assert_same_bits(impl.host(both), impl.result("rms_norm", case, h + x, weight, 1e-5))
+
+
 @each_implementation
 def test_a_row_does_not_depend_on_the_others(impl: Implementation) -> None:
     """A token's norm has the same bits alone and in a batch that is large enough to be shared among threads."""

@@ -62,6 +62,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -94,6 +95,8 @@ class EngineConfig:
         if self.num_threads is not None:
             self._set("num_threads", _integer("num_threads", self.num_threads, 1, 1 << 12))
         self._set("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
+        if self.gpu_memory_utilization is not None:
+            self._check_utilization(self.gpu_memory_utilization)
         if self.kv_cache_memory is not None:
             if self.num_blocks is not None:
                 raise InvalidArgumentError(
@@ -106,6 +109,18 @@ class EngineConfig:
             raise InvalidArgumentError(
                 f'preemption_mode={self.preemption_mode!r} needs room to swap to; give swap_space, such as "1GiB"'
             )
+
+    def _check_utilization(self, value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= 1:
+            raise InvalidArgumentError(
+                f"gpu_memory_utilization={value!r} is not allowed; it must be above 0 and at most 1"
+            )
+        for name in ("num_blocks", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                raise InvalidArgumentError(
+                    f"{name} and gpu_memory_utilization both say how large the KV cache is; give one of them"
+                )
 
     def _set(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)

@@ -11,3 +11,8 @@ class ModelLoadError(ValueError):
 
 class OutOfMemoryError(ValueError):
     """The device has no room for what was asked; says what is there, what is wanted and what to change."""
+
+
+def mebibytes(num_bytes: int) -> str:
+    """A size as messages say it."""
+    return f"{num_bytes / (1 << 20):,.1f} MiB"

@@ -35,6 +35,7 @@ class LLM:
             and less to read. Not on CUDA devices.
         block_size: tokens a block holds.
         num_blocks: blocks to hold; None takes them from ``kv_cache_memory`` (bytes, or "512MiB"), or from what is free.
+        gpu_memory_utilization: on a GPU, the part of its memory that may be in use once the KV cache is there (None: 0.9).
         max_model_len: the most tokens, prompt and output, of a sequence; None is what the model allows. It may be more where
             every layer has a window, since what a token sees then never gets longer.
         max_num_seqs: the most sequences that run at once.
@@ -68,6 +69,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
+        gpu_memory_utilization: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -89,6 +91,7 @@ class LLM:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -41,6 +41,9 @@ ENGINE_OPTIONS = (
     Option("block_size", int, "tokens a block of the KV cache holds"),
     Option("num_blocks", int, "blocks of the KV cache; or give --kv-cache-memory"),
     Option("kv_cache_memory", str, 'bytes of the KV cache, such as "512MiB"; default: from what is free'),
+    Option(
+        "gpu_memory_utilization", float, "part of a GPU's memory that may be in use with the KV cache; default: 0.9"
+    ),
     Option("max_model_len", int, "most tokens of a sequence, prompt and output; default: what the model allows"),
     Option("max_num_seqs", int, "most sequences that run at once"),
     Option("max_num_batched_tokens", int, "most tokens that a step computes"),

@@ -5,11 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.ops import Array, Ops
+
+
+class StepShape(NamedTuple):
+    """How large the batch of a step is."""
+
+    num_tokens: int
+    num_seqs: int
+    num_blocks: int  #: of the longest block table
 
 
 class Device(ABC):
@@ -21,6 +29,7 @@ class Device(ABC):
     name: str
     xp: Any
     ops: Ops
+    has_own_memory = False  #: which nothing but what runs on the device uses
 
     def array(self, host: np.ndarray) -> Array:
         """A host array on the device (the same object where the device is the host)."""
@@ -38,6 +47,14 @@ class Device(ABC):
         """An uninitialised array in host memory that the device's ops can read and write."""
         return self.empty(shape, dtype)
 
+    def staging(self, num_bytes: int) -> np.ndarray:
+        """Uninitialised bytes on the host, from which copies to the device are fast."""
+        return np.empty(num_bytes, np.uint8)
+
+    def send(self, to: Array, source: np.ndarray) -> None:
+        """Copy ``source``, bytes of :meth:`staging`, to bytes on the device: there before whatever op is called next."""
+        to[...] = self.array(source)
+
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
@@ -46,6 +63,17 @@ class Device(ABC):
     def total_memory(self) -> int:
         """Bytes that the device has in all."""
 
+    def memory_for_cache(self, utilization: float | None) -> int:
+        """Bytes for the KV cache where nobody says how many, the weights loaded already: half of what is free.
+
+        ``utilization``, for a device that has its own memory, is the part of all its memory that may be in use then.
+        """
+        return self.free_memory() // 2
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """The context in which memory is taken; raises OutOfMemoryError where there is too little, if that can be told."""
+        return nullcontext()
+
     def compute(self) -> AbstractContextManager[Any]:
         """The context that ops run under: whatever the device needs set or held meanwhile."""
         return nullcontext()
@@ -53,10 +81,20 @@ class Device(ABC):
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """What makes the ops that ``function`` calls run, now and again, with as little Python in their way as the device can.
 
-        The ops read and write the same arrays each time, so what is to change has to change in these. ``function`` is called
-        once, at once or with the first run, and must do nothing but call ops. Runs belong inside :meth:`compute`.
+        The ops read and write the same arrays each time, so what is to change has to change in these. ``function`` must do
+        nothing but call ops, and may be called any number of times. This and all runs belong inside :meth:`compute`.
         """
         return function
+
+    def recorded_rows(self, num_rows: int, most: int) -> int | None:
+        """How many rows of at most ``most`` to record ops for, so that few recordings serve all numbers of rows; None: as
+        many as there are, without recording.
+        """
+        return num_rows
+
+    def recorded_shape(self, shape: StepShape, most: StepShape) -> StepShape | None:
+        """What a step is padded to before its ops are recorded, within ``most``; None: it is not worth recording."""
+        return shape._replace(num_blocks=most.num_blocks)
 
     def synchronize(self) -> None:  # noqa: B027  (what runs at once has nothing to wait for)
         """Wait for all ops launched so far."""

@@ -7,25 +7,47 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, OutOfMemoryError, mebibytes
 from ..kernels.ops import Array
-from .base import Device
+from .base import Device, StepShape
 from .cpu import HostDevice
 
 _SWITCH = "NUMBA_ENABLE_CUDASIM"
 _USE_CPU = 'device="cpu" needs no GPU'
+LEAST_CAPABILITY = (8, 0)  #: of a GPU: the kernels multiply 16-bit floats by instructions that came with it
+
+#: Rows that decode steps are recorded for: a step has the next larger number, so that few recordings serve all.
+RECORDED_ROWS = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 
 
-class CudaDevice(Device):
-    """The current NVIDIA GPU. Ops run on CuPy's current stream."""
+class PaddedDevice(Device):
+    """Records decode steps, a token a sequence, for a few sizes only; other steps run without recording."""
+
+    def recorded_rows(self, num_rows: int, most: int) -> int | None:
+        """The next of RECORDED_ROWS, or ``most`` if that is less."""
+        limit = min(most, RECORDED_ROWS[-1])
+        return min((rows for rows in (*RECORDED_ROWS, limit) if num_rows <= rows <= limit), default=None)
+
+    def recorded_shape(self, shape: StepShape, most: StepShape) -> StepShape | None:
+        """Rows as above; tables as wide as the next power of two."""
+        rows = self.recorded_rows(shape.num_tokens, min(most.num_tokens, most.num_seqs))
+        if shape.num_tokens != shape.num_seqs or rows is None:
+            return None
+        return StepShape(rows, rows, min(1 << (shape.num_blocks - 1).bit_length(), most.num_blocks))
+
+
+class CudaDevice(PaddedDevice):
+    """The current NVIDIA GPU. Ops run on a stream of the device's own; what is recorded is a CUDA graph."""
 
     name = "cuda"
+    has_own_memory = True
 
     def __init__(self) -> None:
         """Raises InvalidArgumentError where a GPU cannot be used from here, saying what is missing."""
@@ -36,6 +58,8 @@ class CudaDevice(Device):
 
         self.xp, self.ops = cupy, cuda
         self._device = cupy.cuda.Device()
+        # What is on CUDA's default stream, loading for instance, and what is on this one wait for each other.
+        self._stream = cupy.cuda.Stream()
 
     def host(self, array: Array) -> np.ndarray:
         return np.asarray(self.xp.asnumpy(array))
@@ -48,6 +72,28 @@ class CudaDevice(Device):
         memory = cuda.UnownedMemory(pinned.ptr, size, pinned)
         return self.xp.ndarray(tuple(shape), dtype, cuda.MemoryPointer(memory, 0))
 
+    def staging(self, num_bytes: int) -> np.ndarray:
+        """Pinned host memory as a NumPy array."""
+        return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
+
+    def send(self, to: Array, source: np.ndarray) -> None:
+        """On the current stream, without waiting: ``source`` must stay as it is until ops that follow have been waited for."""
+        to.set(source, stream=self.xp.cuda.get_current_stream())
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """CuPy's error as one that says what is there and what to change."""
+        memory = self.xp.cuda.memory.OutOfMemoryError
+        try:
+            yield
+        except memory as error:
+            held = self.xp.get_default_memory_pool().used_bytes()
+            raise OutOfMemoryError(
+                f"the GPU has no room for the model ({error}): {mebibytes(self.free_memory())} of "
+                f"{mebibytes(self.total_memory())} are free, this process holds {mebibytes(held)}; allowed: less to hold, by "
+                'quantization="int8" or "int4", a smaller max_num_batched_tokens, num_blocks or kv_cache_memory; another device'
+            ) from error
+
     def free_memory(self) -> int:
         """Bytes free on the GPU, those that CuPy's pool holds and does not use among them."""
         free, _ = self.xp.cuda.runtime.memGetInfo()
@@ -57,10 +103,27 @@ class CudaDevice(Device):
         _, total = self.xp.cuda.runtime.memGetInfo()
         return int(total)
 
-    def compute(self) -> AbstractContextManager[Any]:
-        """Makes this GPU the current one of the thread."""
-        device: AbstractContextManager[Any] = self._device
-        return device
+    def memory_for_cache(self, utilization: float | None) -> int:
+        """So much that ``utilization`` of the memory (default: nine tenths) is in use, whoever uses the rest of it."""
+        used = self.total_memory() - self.free_memory()
+        return max(int(self.total_memory() * (utilization or 0.9)) - used, 0)
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        """Makes this GPU and this device's stream the current ones of the thread."""
+        with self._device, self._stream:
+            yield
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """The ops as a CUDA graph. They run once first: what is compiled or allocated at a first call cannot be recorded."""
+        function()
+        self._stream.synchronize()
+        self._stream.begin_capture()
+        try:
+            function()
+        finally:
+            graph = self._stream.end_capture()
+        return partial(_launch, graph, function)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -70,11 +133,16 @@ class CudaDevice(Device):
         self.xp.get_default_memory_pool().free_all_blocks()
 
 
+def _launch(graph: Any, function: Callable[[], None]) -> None:
+    """Launch a graph on the current stream; ``function`` keeps the arrays alive that it reads and writes."""
+    graph.launch()
+
+
 # The simulator runs one kernel at a time in a process.
 _SIMULATOR_LOCK = threading.Lock()
 
 
-class SimulatedCudaDevice(HostDevice):
+class SimulatedCudaDevice(PaddedDevice, HostDevice):
     """The CUDA kernels in Numba's simulator: thousands of times slower than a GPU, on any machine."""
 
     name = "cuda-sim"
@@ -123,13 +191,42 @@ def _check_gpu() -> None:
     try:
         import cupy
 
+        _check_versions(cupy.cuda.runtime)
         count = cupy.cuda.runtime.getDeviceCount()
+        capability = _capability(cupy) if count else LEAST_CAPABILITY
+    except InvalidArgumentError:
+        raise
     except Exception as error:  # CuPy raises its own classes, and ImportError for a CUDA library that is missing
         raise InvalidArgumentError(
             f'device="cuda": CuPy is installed but finds no usable NVIDIA driver or GPU ({error}); {_USE_CPU}'
         ) from error
     if count == 0:
         raise InvalidArgumentError(f'device="cuda": the NVIDIA driver shows no GPU; {_USE_CPU}')
+    if capability < LEAST_CAPABILITY:
+        raise InvalidArgumentError(
+            f'device="cuda": this GPU has compute capability {_version(capability)}; '
+            f"allowed: {_version(LEAST_CAPABILITY)} (Ampere) and later; {_USE_CPU}"
+        )
+
+
+def _check_versions(runtime: Any) -> None:
+    """Raises InvalidArgumentError where CuPy is for a later major version of CUDA than the driver."""
+    built, driver = runtime.runtimeGetVersion() // 1000, runtime.driverGetVersion() // 1000
+    if 0 < driver < built:
+        raise InvalidArgumentError(
+            f'device="cuda": CuPy is installed for CUDA {built}, and the driver is for CUDA {driver}; '
+            f"allowed: minipage[cuda{driver}] in its place, or a newer driver; {_USE_CPU}"
+        )
+
+
+def _capability(cupy: Any) -> tuple[int, int]:
+    """The compute capability of the current GPU, which CuPy gives as two to three digits."""
+    major, minor = divmod(int(cupy.cuda.Device().compute_capability), 10)
+    return major, minor
+
+
+def _version(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
 
 
 def _turn_simulator_on() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, mebibytes
 from ..kernels.ops import Array
 from ..kernels.pages import PAGE_STORAGE, page_dim
 from .base import Device
@@ -134,6 +134,7 @@ def plan_num_blocks(
     free_memory: int,
     weight_bytes: int,
     budget: int | None,
+    default_budget: int,
     num_blocks: int | None,
     most_blocks: int,
 ) -> tuple[int, str]:
@@ -143,7 +144,8 @@ def plan_num_blocks(
         shape: what a block takes.
         free_memory: bytes that the device has free, the weights loaded already.
         weight_bytes: bytes of the weights, for the sentence.
-        budget: bytes to give to the cache; None takes half of what is free, and no more than can be used.
+        budget: bytes to give to the cache; None takes ``default_budget``, and no more than can be used.
+        default_budget: see there.
         num_blocks: a fixed number of blocks, which overrides the budget.
         most_blocks: blocks that could ever be held at once (by max_num_seqs sequences of max_model_len).
 
@@ -152,14 +154,14 @@ def plan_num_blocks(
     """
     if num_blocks is None:
         num_blocks = (
-            min(free_memory // 2 // shape.bytes_per_block, most_blocks)
+            min(default_budget // shape.bytes_per_block, most_blocks)
             if budget is None
             else budget // shape.bytes_per_block
         )
     wanted = num_blocks * shape.bytes_per_block
     message = (
-        f"weights {_mib(weight_bytes)}, free memory {_mib(free_memory)}, {shape.bytes_per_block:,} bytes per block of "
-        f"{shape.block_size} tokens: {num_blocks} blocks, {_mib(wanted)}, hold {num_blocks * shape.block_size:,} tokens"
+        f"weights {mebibytes(weight_bytes)}, free memory {mebibytes(free_memory)}, {shape.bytes_per_block:,} bytes per block of "
+        f"{shape.block_size} tokens: {num_blocks} blocks, {mebibytes(wanted)}, hold {num_blocks * shape.block_size:,} tokens"
     )
     if num_blocks < 1:
         raise OutOfMemoryError(
@@ -169,7 +171,3 @@ def plan_num_blocks(
     if wanted > free_memory:
         raise OutOfMemoryError(f"the KV cache does not fit ({message}); lower num_blocks or kv_cache_memory")
     return num_blocks, message
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.1f} MiB"

@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import numpy as np
 
 from ..cache import BlockTable
-from ..device.base import Device
+from ..device.base import Device, StepShape
 from ..kernels.ops import Array
 from ..models.batch import Batch
 from .step import Scheduled
 
+_ALIGNMENT = 16  #: bytes, at whose multiples arrays begin
+
+
+class Mirror:
+    """Bytes on the host and their copy on the device, which are the same bytes where the device is the host."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._send = device.send
+        self._device: Array = device.empty((num_bytes,), np.uint8)
+        in_host_memory = isinstance(self._device, np.ndarray)
+        self._host: np.ndarray = self._device if in_host_memory else device.staging(num_bytes)
+        self._used = 0
+
+    def array(self, shape: tuple[int, ...], dtype: type) -> tuple[np.ndarray, Array]:
+        """The next array of the mirror: on the host, and on the device."""
+        first, num_bytes = self._used, array_bytes(shape, dtype)
+        self._used += num_bytes
+        part = slice(first, first + prod(shape) * np.dtype(dtype).itemsize)
+        return self._host[part].view(dtype).reshape(shape), self._device[part].view(dtype).reshape(shape)
+
+    def send(self, num_bytes: int) -> None:
+        """Copy the first bytes to the device, which need not have arrived on return but do before anything runs there."""
+        if self._device is not self._host:
+            self._send(self._device[:num_bytes], self._host[:num_bytes])
+
+
+def array_bytes(shape: tuple[int, ...], dtype: type) -> int:
+    """Bytes that an array takes of a mirror."""
+    return -(-prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+
 
 class BatchBuffers:
-    """Room for T tokens of S sequences, on the host and on the device; they are the same where the device is the host."""
+    """Room for T tokens of S sequences, on the host and on the device; they are the same where the device is the host.
+
+    Everything lies in one piece of memory, block tables last, so that one copy takes a step's batch to the device.
+    """
 
     def __init__(
         self,
@@ -27,16 +61,20 @@ class BatchBuffers:
         num_groups: int,
     ) -> None:
         self._block_size = block_size
-        max_blocks = -(-max_model_len // block_size)
-        self._token_ids = _Buffer(device, (max_tokens,), np.int32)
-        self._positions = _Buffer(device, (max_tokens,), np.int32)
-        self._query_start = _Buffer(device, (max_num_seqs + 1,), np.int32)
-        self._context_lens = _Buffer(device, (max_num_seqs,), np.int32)
-        self._slots = [_Buffer(device, (max_tokens,), np.int64) for _ in range(num_groups)]
-        self._tables = [_TableBuffer(device, (max_num_seqs, max_blocks)) for _ in range(num_groups)]
+        self.most = StepShape(max_tokens, max_num_seqs, -(-max_model_len // block_size))
+        slots, tokens, lengths = (num_groups, max_tokens), (max_tokens,), (max_num_seqs + 1,)
+        tables = (max_num_seqs, num_groups, self.most.num_blocks)
+        layout = [(slots, np.int64), (tokens, np.int32), (tokens, np.int32), (lengths, np.int32), (lengths, np.int32)]
+        self._table_row_bytes = num_groups * self.most.num_blocks * np.dtype(np.int32).itemsize
+        self._bytes_before_tables = sum(array_bytes(*array) for array in layout)
+        self._mirror = Mirror(device, self._bytes_before_tables + array_bytes(tables, np.int32))
+        pairs = [self._mirror.array(*array) for array in layout]
+        self._host, self._device = (_Arrays(*arrays) for arrays in zip(*pairs, strict=True))
+        host, self._device_tables = self._mirror.array(tables, np.int32)
+        self._tables = [_Tables(host[:, group]) for group in range(num_groups)]
 
-    def fill(self, scheduled: Sequence[Scheduled]) -> tuple[int, int]:
-        """Write the batch of a step; returns its numbers of tokens and sequences, T and S.
+    def fill(self, scheduled: Sequence[Scheduled]) -> StepShape:
+        """Write the batch of a step on the host, and say how large it is; :meth:`send` is to follow.
 
         Sequence s owns the tokens query_start[s] .. query_start[s+1]. The slot of position p is
         table[p // block_size] * block_size + p % block_size.
@@ -51,21 +89,21 @@ class BatchBuffers:
             positions += range(first, first + item.num_tokens)
             query_start.append(len(positions))
             context_lens.append(first + item.num_tokens)
-        self._token_ids.fill(token_ids)
-        self._positions.fill(positions)
-        self._query_start.fill(query_start)
-        self._context_lens.fill(context_lens)
-        for group, (buffer, slots) in enumerate(zip(self._tables, self._slots, strict=True)):
+        num_tokens, num_seqs = len(positions), len(scheduled)
+        host = self._host
+        host.token_ids[:num_tokens] = token_ids
+        host.positions[:num_tokens] = positions
+        host.query_start[: num_seqs + 1] = query_start
+        host.context_lens[:num_seqs] = context_lens
+        for group, rows in enumerate(self._tables):
             tables = [item.sequence.tables.tables[group] for item in scheduled]
-            buffer.update(tables)
-            slots.fill(
-                [
-                    slot
-                    for item, table in zip(scheduled, tables, strict=True)
-                    for slot in self._slots_of(table.blocks, item.sequence.num_computed, item.num_tokens)
-                ]
-            )
-        return len(positions), len(scheduled)
+            rows.update(tables)
+            host.slots[group, :num_tokens] = [
+                slot
+                for item, table in zip(scheduled, tables, strict=True)
+                for slot in self._slots_of(table.blocks, item.sequence.num_computed, item.num_tokens)
+            ]
+        return StepShape(num_tokens, num_seqs, max(rows.widest for rows in self._tables))
 
     def _slots_of(self, blocks: Sequence[int], first: int, count: int) -> Iterator[int]:
         """The slots of ``count`` positions from ``first`` on: block by block, those that follow each other in it."""
@@ -76,60 +114,72 @@ class BatchBuffers:
             yield from range(start, start + inside)
             first, count = first + inside, count - inside
 
+    def send(self, used: StepShape, padded: StepShape) -> None:
+        """Take the batch that was filled to the device, padded with tokens that no sequence owns and no slot takes.
+
+        Tables are sent where there is something new in them.
+        """
+        host, tokens = self._host, slice(used.num_tokens, padded.num_tokens)
+        host.slots[:, tokens] = -1
+        host.token_ids[tokens] = host.positions[tokens] = 0
+        host.query_start[used.num_seqs + 1 : padded.num_seqs + 1] = used.num_tokens
+        host.context_lens[used.num_seqs : padded.num_seqs] = 0
+        has_news = [rows.take_news() for rows in self._tables]
+        num_rows = used.num_seqs if any(has_news) else 0
+        self._mirror.send(self._bytes_before_tables + num_rows * self._table_row_bytes)
+
     def slots(self, num_tokens: int) -> list[np.ndarray]:
         """The slots of the tokens on the host, a group each."""
-        return [slots.host[:num_tokens] for slots in self._slots]
+        return list(self._host.slots[:, :num_tokens])
 
-    def batch(self, num_tokens: int, num_seqs: int) -> Batch:
+    def batch(self, shape: StepShape) -> Batch:
         """The batch of T tokens of S sequences: views of the buffers, whatever is in them."""
+        num_tokens, num_seqs, num_blocks = shape
+        device, groups = self._device, range(len(self._tables))
         return Batch(
-            token_ids=self._token_ids.device[:num_tokens],
-            positions=self._positions.device[:num_tokens],
-            query_start=self._query_start.device[: num_seqs + 1],
-            context_lens=self._context_lens.device[:num_seqs],
-            slots=tuple(slots.device[:num_tokens] for slots in self._slots),
-            block_tables=tuple(table.device[:num_seqs] for table in self._tables),
+            token_ids=device.token_ids[:num_tokens],
+            positions=device.positions[:num_tokens],
+            query_start=device.query_start[: num_seqs + 1],
+            context_lens=device.context_lens[:num_seqs],
+            slots=tuple(device.slots[group, :num_tokens] for group in groups),
+            block_tables=tuple(self._device_tables[:num_seqs, group, :num_blocks] for group in groups),
         )
 
 
-class _Buffer:
-    """An array on the device, and the one on the host that it is filled from."""
+class _Arrays:
+    """All arrays of a batch but its tables, on the host or on the device."""
 
-    def __init__(self, device: Device, shape: tuple[int, ...], dtype: type) -> None:
-        self._array = device.array
-        self.device: Array = device.empty(shape, dtype)
-        self.host: np.ndarray = self.device if isinstance(self.device, np.ndarray) else np.empty(shape, dtype)
-
-    def fill(self, values: list[int]) -> None:
-        """Begin with these values, on the host and on the device."""
-        self.host[: len(values)] = values
-        self.send(len(values))
-
-    def send(self, *used: int) -> None:
-        """Copy the part that is used, so many of each axis, to the device."""
-        if self.device is not self.host:
-            part = tuple(map(slice, used))
-            self.device[part] = self._array(self.host[part])
+    def __init__(
+        self, slots: Array, token_ids: Array, positions: Array, query_start: Array, context_lens: Array
+    ) -> None:
+        self.slots, self.token_ids, self.positions = slots, token_ids, positions
+        self.query_start, self.context_lens = query_start, context_lens
 
 
-class _TableBuffer(_Buffer):
-    """Block tables, a row a sequence. A row that has been told of its table gets the blocks that have come since, no others."""
+class _Tables:
+    """Block tables on the host, a row a sequence. A row that has been told of its table gets the blocks that have come since,
+    no others."""
 
-    def __init__(self, device: Device, shape: tuple[int, int]) -> None:
-        super().__init__(device, shape, np.int32)
-        self._rows = [_Row() for _ in range(shape[0])]
+    def __init__(self, host: np.ndarray) -> None:
+        self._host = host  #: [max_num_seqs, max_blocks]
+        self._rows = [_Row() for _ in range(len(host))]
+        self._has_news = False
+        self.widest = 0  #: the most blocks that one of the latest tables has
 
     def update(self, tables: Sequence[BlockTable]) -> None:
-        """Make the first rows these tables, and send them to the device where there is something new."""
-        is_new, widest = False, 0
+        """Make the first rows these tables."""
+        self.widest = 0
         for index, (row, table) in enumerate(zip(self._rows, tables, strict=False)):
             first, stop = row.follow(table), len(table.blocks)
             if first < stop:
-                self.host[index, first:stop] = table.blocks[first:]
-                is_new = True
-            widest = max(widest, stop)
-        if is_new:
-            self.send(len(tables), widest)
+                self._host[index, first:stop] = table.blocks[first:]
+                self._has_news = True
+            self.widest = max(self.widest, stop)
+
+    def take_news(self) -> bool:
+        """Whether something was written since this was asked last."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
 
 class _Row:

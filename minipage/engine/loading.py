@@ -66,7 +66,8 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
     try:
         device = open_device_for(config)
         try:
-            return _load(checkpoint, config, device)
+            with device.allocating():
+                return _load(checkpoint, config, device)
         except BaseException:
             device.close()
             raise
@@ -83,6 +84,12 @@ def open_device_for(config: EngineConfig) -> Device:
         raise InvalidArgumentError(
             f"kv_cache_dtype={config.kv_cache_dtype!r} is not allowed on the device {device.name!r}; "
             f"it must be one of {', '.join(map(repr, allowed))}"
+        )
+    if config.gpu_memory_utilization is not None and not device.has_own_memory:
+        device.close()
+        raise InvalidArgumentError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization} is not allowed on the device {device.name!r}, which "
+            "shares its memory with other programs; give num_blocks or kv_cache_memory"
         )
     return device
 
@@ -169,6 +176,7 @@ def _make_cache(
         free_memory=device.free_memory(),
         weight_bytes=weight_bytes,
         budget=config.kv_cache_memory if isinstance(config.kv_cache_memory, int) else None,
+        default_budget=device.memory_for_cache(config.gpu_memory_utilization),
         num_blocks=config.num_blocks,
         most_blocks=config.max_num_seqs * len(groups) * -(-max_model_len // config.block_size),
     )

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ..cache import copy_launches
-from ..device.base import Device
+from ..device.base import Device, StepShape
 from ..device.kv_cache import KVCache
 from ..models.decoder import Decoder
-from .batch_buffers import BatchBuffers
+from .batch_buffers import BatchBuffers, Mirror, array_bytes
 from .preemption import PreemptionCost
 from .step import Step
 
@@ -22,7 +22,7 @@ _RECORDINGS = 64  #: of the latest shapes of steps that are kept; one takes some
 class Runner:
     """Runs steps of a model over a KV cache. Each step replaces the hidden states of the one before.
 
-    The ops of a step are recorded when a shape, T tokens of S sequences, is met first, and then only repeated.
+    The ops of a step are recorded when its shape, as the device pads it, is met first, and then only repeated.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class Runner:
             block_size=kv.shape.block_size,
             num_groups=kv.num_groups,
         )
-        self._rows = device.empty((model.max_logit_rows,), np.int32)
+        rows = (model.max_logit_rows,), np.int32
+        self._rows_mirror = Mirror(device, array_bytes(*rows))
+        self._host_rows, self._rows = self._rows_mirror.array(*rows)
+        self._started, self._num_tokens = 0.0, 0  #: of a step whose results nobody has waited for yet
         self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
         self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)
 
@@ -61,13 +64,19 @@ class Runner:
         """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
         with self._device.compute():
             self._swap(step)
-            start = time.perf_counter()
+            if self._num_tokens:
+                self._device.synchronize()  # the last batch may still be on its way to the device
+            self._started, self._num_tokens = time.perf_counter(), step.num_tokens
             for launch in copy_launches(step.copies):
                 self.kv.copy(launch)
-            num_tokens, num_seqs = self._batch.fill(step.scheduled)
-            self.kv.expect_writes(self._batch.slots(num_tokens))
-            self._forward(num_tokens, num_seqs)()
-            self._cost.computed(step.num_tokens, time.perf_counter() - start)
+            used = self._batch.fill(step.scheduled)
+            padded = self._device.recorded_shape(used, self._batch.most)
+            self._batch.send(used, padded or used)
+            self.kv.expect_writes(self._batch.slots(used.num_tokens))
+            if padded is None:
+                self._model.forward(self._batch.batch(used), self.kv)
+            else:
+                self._forward(padded)()
 
     def _swap(self, step: Step) -> None:
         num_blocks = len(step.swaps_out) + len(step.swaps_in)
@@ -84,12 +93,27 @@ class Runner:
         Valid until the next call.
         """
         with self._device.compute():
-            self._rows[: len(rows)] = self._device.array(np.array(rows, dtype=np.int32))
-            self._logits(len(rows))()
-            return self._device.host(self._model.logits[: len(rows)])
+            num_rows = self._device.recorded_rows(len(rows), len(self._rows))
+            padded = num_rows or len(rows)
+            self._host_rows[:padded] = 0  # any row of the step, where there are fewer
+            self._host_rows[: len(rows)] = rows
+            self._rows_mirror.send(4 * padded)
+            if num_rows is None:
+                self._model.compute_logits(self._rows[:padded])
+            else:
+                self._logits(num_rows)()
+            logits = self._device.host(self._model.logits[: len(rows)])
+        self._note_time()
+        return logits
 
-    def _record_forward(self, num_tokens: int, num_seqs: int) -> Callable[[], None]:
-        batch = self._batch.batch(num_tokens, num_seqs)
+    def _note_time(self) -> None:
+        """The first results of a step that were waited for tell how long it took."""
+        if self._num_tokens:
+            self._cost.computed(self._num_tokens, time.perf_counter() - self._started)
+            self._num_tokens = 0
+
+    def _record_forward(self, shape: StepShape) -> Callable[[], None]:
+        batch = self._batch.batch(shape)
         return self._device.record(lambda: self._model.forward(batch, self.kv))
 
     def _record_logits(self, num_rows: int) -> Callable[[], None]:

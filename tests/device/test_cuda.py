@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minipage.device import cuda, open_device
-from minipage.errors import InvalidArgumentError
+from minipage.device.base import StepShape
+from minipage.errors import InvalidArgumentError, OutOfMemoryError
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -51,8 +54,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def fake_cupy(device_count: Callable[[], int]) -> Any:
-    return SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=device_count)))
+def fake_cupy(
+    device_count: Callable[[], int] = lambda: 1, built: int = 12090, driver: int = 13000, capability: str = "90"
+) -> Any:
+    """CuPy as far as it is asked before anything runs; versions as CUDA writes them."""
+    runtime = SimpleNamespace(
+        getDeviceCount=device_count, runtimeGetVersion=lambda: built, driverGetVersion=lambda: driver
+    )
+    return SimpleNamespace(
+        cuda=SimpleNamespace(runtime=runtime, Device=lambda: SimpleNamespace(compute_capability=capability))
+    )
 
 
 def test_cuda_without_cupy_names_the_extras(installed: Callable[..., None]) -> None:
@@ -83,6 +94,25 @@ def test_cuda_without_a_driver_says_what_cupy_says(installed: Callable[..., None
     with pytest.raises(InvalidArgumentError, match="shows no GPU"):
         open_device("cuda")
     assert not cuda.cuda_is_available()
+
+
+def test_cupy_for_a_later_cuda_than_the_driver_names_the_right_extra(installed: Callable[..., None]) -> None:
+    """CUDA 13 in Python on a driver for CUDA 12; an older CuPy on a newer driver is fine."""
+    installed(cupy=fake_cupy(built=13000, driver=12080))
+    with pytest.raises(InvalidArgumentError, match=r"CuPy is installed for CUDA 13.*driver is for CUDA 12.*\[cuda12\]"):
+        open_device("cuda")
+    installed(cupy=fake_cupy(built=12090, driver=13000))
+    assert cuda.cuda_is_available()
+
+
+def test_a_gpu_that_is_too_old_is_refused(installed: Callable[..., None]) -> None:
+    """Compute capability 7.5 lacks the instructions; 8.0 and 12.0 have them."""
+    installed(cupy=fake_cupy(capability="75"))
+    with pytest.raises(InvalidArgumentError, match=r"compute capability 7\.5; allowed: 8\.0"):
+        open_device("cuda")
+    for capability in ("80", "120"):
+        installed(cupy=fake_cupy(capability=capability))
+        assert cuda.cuda_is_available()
 
 
 def test_an_unknown_device_names_the_known_ones() -> None:
@@ -146,3 +176,108 @@ def test_gpu_arrays_reach_kernels_without_a_synchronisation() -> None:
         "array(float16, 2d, A) None",
         "array(uint16, 1d, C) None",
     ]
+
+
+# ---- what needs no GPU to be wrong -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 2100), st.integers(1, 300), st.integers(1, 5000), st.data())
+def test_recorded_shapes_hold_the_step(tokens: int, most_seqs: int, most_blocks: int, data: st.DataObject) -> None:
+    """Decode steps of up to 256 sequences are padded to a few shapes within the limits; all others are not recorded."""
+    seqs = data.draw(st.sampled_from([tokens, max(tokens // 2, 1)]).filter(lambda n: n <= most_seqs))
+    shape = StepShape(tokens, seqs, data.draw(st.integers(1, most_blocks)))
+    most = StepShape(2100, most_seqs, most_blocks)
+    recorded = cuda.PaddedDevice.recorded_shape(SimpleNamespace(recorded_rows=_recorded_rows), shape, most)
+    assert (recorded is not None) == (tokens == seqs <= 256)
+    if recorded is not None:
+        assert recorded.num_tokens == recorded.num_seqs
+        assert all(used <= padded <= limit for used, padded, limit in zip(shape, recorded, most, strict=True))
+        assert recorded.num_blocks in (most_blocks, 1 << recorded.num_blocks.bit_length() - 1)
+
+
+def _recorded_rows(num_rows: int, most: int) -> int | None:
+    return cuda.PaddedDevice.recorded_rows(SimpleNamespace(), num_rows, most)
+
+
+def test_few_sizes_serve_all_batches() -> None:
+    """A batch of up to 256 is recorded in one of 20 sizes, with at most 7 rows of padding up to 64."""
+    sizes = {_recorded_rows(rows, 4096) for rows in range(1, 257)}
+    assert len(sizes) <= 20 and None not in sizes
+    assert all((_recorded_rows(rows, 4096) or 0) < rows + (8 if rows <= 64 else 32) for rows in range(1, 257))
+
+
+class FakeStream:
+    """Notes what is asked of a stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def begin_capture(self) -> None:
+        self.calls.append("begin")
+
+    def end_capture(self) -> Any:
+        self.calls.append("end")
+        return SimpleNamespace(launch=lambda: self.calls.append("launch"))
+
+
+def unopened_device(xp: Any) -> Any:
+    """A CUDA device on a stand-in for CuPy."""
+    device = object.__new__(cuda.CudaDevice)
+    device.xp, device._stream = xp, FakeStream()
+    return device
+
+
+def test_ops_are_recorded_after_a_first_run() -> None:
+    """What a first call compiles or allocates cannot be captured; each run is then one launch."""
+    device = unopened_device(None)
+    calls = device._stream.calls
+    run = device.record(lambda: calls.append("ops"))
+    assert calls == ["ops", "synchronize", "begin", "ops", "end"]
+    run()
+    run()
+    assert calls[5:] == ["launch", "launch"]
+
+
+def test_an_error_while_recording_ends_the_capture() -> None:
+    """A stream that is left capturing could not be used any more."""
+    device = unopened_device(None)
+    runs = iter([None, ValueError("refused")])
+
+    def ops() -> None:
+        if error := next(runs):
+            raise error
+
+    with pytest.raises(ValueError, match="refused"):
+        device.record(ops)
+    assert device._stream.calls[-1] == "end"
+
+
+def fake_memory(free: int, total: int) -> Any:
+    """CuPy on a GPU with so much memory."""
+    runtime = SimpleNamespace(memGetInfo=lambda: (free, total))
+    memory = SimpleNamespace(OutOfMemoryError=MemoryError)
+    pool = SimpleNamespace(free_bytes=lambda: 0, used_bytes=lambda: 3 << 20)
+    return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, memory=memory), get_default_memory_pool=lambda: pool)
+
+
+def test_the_cache_takes_what_the_utilization_leaves() -> None:
+    """Nine tenths of the memory less what is in use, by others too; nothing where they use more than that."""
+    device = unopened_device(fake_memory(free=600, total=1000))
+    assert device.memory_for_cache(None) == 500
+    assert device.memory_for_cache(0.5) == 100
+    assert device.memory_for_cache(0.3) == 0
+
+
+def test_too_little_memory_says_what_is_there() -> None:
+    """CuPy's own error names one allocation only."""
+    device = unopened_device(fake_memory(free=2 << 20, total=8 << 20))
+    with (
+        pytest.raises(
+            OutOfMemoryError, match=r"2\.0 MiB of 8\.0 MiB are free, this process holds 3\.0 MiB.*quantization"
+        ),
+        device.allocating(),
+    ):
+        raise MemoryError("allocating 4 MiB")

@@ -196,3 +196,20 @@ def test_aborted_request_has_all_its_outputs(llm: LLM, steps: int) -> None:
     assert out is not None and out.finished
     assert [output.index for output in out.outputs] == [0, 1, 2]
     assert [(len(output.token_ids), output.finish_reason) for output in out.outputs] == [(steps, "abort")] * 3
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, True, "0.9", float("nan")])
+def test_a_part_of_the_memory_is_a_fraction(history: Callable[[int], Path], value: object) -> None:
+    """gpu_memory_utilization is above 0 and at most 1."""
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.*above 0 and at most 1"):
+        LLM(str(history(SEED)), gpu_memory_utilization=value)  # type: ignore[arg-type]
+
+
+def test_the_size_of_the_cache_is_said_once(history: Callable[[int], Path]) -> None:
+    """It goes with a GPU only, and with no other size."""
+    with pytest.raises(ValueError, match=r"num_blocks and gpu_memory_utilization.*one of them"):
+        LLM(str(history(SEED)), gpu_memory_utilization=0.5, num_blocks=9)
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_utilization=0\.5 is not allowed on the device 'cpu'.*kv_cache_memory"
+    ):
+        LLM(str(history(SEED)), device="cpu", gpu_memory_utilization=0.5)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from minipage.cache import BlockManager, Group
 from minipage.device import open_device
+from minipage.device.base import StepShape
 from minipage.engine.batch_buffers import BatchBuffers
 from minipage.engine.request import Status
 from minipage.engine.step import Step
@@ -23,30 +24,37 @@ MAX_MODEL_LEN = 40
 class RemoteArray:
     """An array that is not the host's: it has what was sent to it."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: type) -> None:
-        self.contents = np.full(shape, 99, dtype)
-        self.num_sent = 0
+    def __init__(self, contents: np.ndarray) -> None:
+        self.contents = contents
 
     def __getitem__(self, part: Any) -> Any:
-        return self.contents[part]
+        return RemoteArray(self.contents[part])
 
-    def __setitem__(self, part: Any, values: Any) -> None:
-        self.contents[part] = values
-        self.num_sent += 1
+    def view(self, dtype: Any) -> RemoteArray:
+        return RemoteArray(self.contents.view(dtype))
+
+    def reshape(self, shape: tuple[int, ...]) -> RemoteArray:
+        return RemoteArray(self.contents.reshape(shape))
+
+    def tolist(self) -> Any:
+        return self.contents.tolist()
 
 
 class RemoteDevice:
     """A device with memory of its own, as far as a batch needs one."""
 
     def __init__(self) -> None:
-        self.arrays: list[RemoteArray] = []
+        self.sent: list[int] = []  #: bytes of each copy
 
     def empty(self, shape: tuple[int, ...], dtype: type) -> RemoteArray:
-        self.arrays.append(RemoteArray(shape, dtype))
-        return self.arrays[-1]
+        return RemoteArray(np.full(shape, 99, dtype))
 
-    def array(self, values: np.ndarray) -> np.ndarray:
-        return values.copy()
+    def staging(self, num_bytes: int) -> np.ndarray:
+        return np.full(num_bytes, 77, np.uint8)
+
+    def send(self, to: RemoteArray, source: np.ndarray) -> None:
+        to.contents[...] = source
+        self.sent.append(source.nbytes)
 
 
 def make_buffers(device: Any, world: World) -> BatchBuffers:
@@ -70,7 +78,15 @@ class FillingMemory(Memory):
     def move(self, step: Step) -> None:
         super().move(step)
         if step.scheduled:
-            self.buffers.fill(step.scheduled)
+            self.used = self.buffers.fill(step.scheduled)
+            self.padded = self.pad(self.used)
+            self.buffers.send(self.used, self.padded)
+
+    def pad(self, used: StepShape) -> StepShape:
+        """Some more tokens and sequences, where there is room; tables as wide as can be."""
+        most = self.buffers.most
+        num_seqs = min(used.num_seqs + used.num_tokens % 3, most.num_seqs)
+        return StepShape(min(used.num_tokens + 2, most.num_tokens), num_seqs, most.num_blocks)
 
 
 class CheckingMemory(FillingMemory):
@@ -83,16 +99,22 @@ class CheckingMemory(FillingMemory):
 
     def _check(self, step: Step) -> None:
         num_tokens, num_seqs = step.num_tokens, len(step.scheduled)
-        batch = self.buffers.batch(num_tokens, num_seqs)
+        widest = max(len(table.blocks) for item in step.scheduled for table in item.sequence.tables.tables)
+        assert self.used == (num_tokens, num_seqs, widest)
+        batch = self.buffers.batch(self.padded)
         starts = [0, *itertools.accumulate(item.num_tokens for item in step.scheduled)]
-        assert batch.query_start.tolist() == starts
+        more_tokens, more_seqs = self.padded.num_tokens - num_tokens, self.padded.num_seqs - num_seqs
+        assert batch.query_start.tolist() == starts + [num_tokens] * more_seqs
+        assert batch.context_lens[num_seqs:].tolist() == [0] * more_seqs
+        for array, padding in ((batch.token_ids, 0), (batch.positions, 0), *((slots, -1) for slots in batch.slots)):
+            assert array[num_tokens:].tolist() == [padding] * more_tokens
         for row, item in enumerate(step.scheduled):
             part = slice(starts[row], starts[row + 1])
             first = item.sequence.num_computed
             positions = range(first, first + item.num_tokens)
             assert batch.token_ids[part].tolist() == item.token_ids
             assert batch.positions[part].tolist() == list(positions)
-            assert batch.context_lens[row] == first + item.num_tokens
+            assert batch.context_lens[row].tolist() == first + item.num_tokens
             for group, table in enumerate(item.sequence.tables.tables):
                 slots = [table.blocks[position // BLOCK] * BLOCK + position % BLOCK for position in positions]
                 assert batch.block_tables[group][row, : len(table.blocks)].tolist() == table.blocks
@@ -149,7 +171,7 @@ def test_only_what_is_new_is_written() -> None:
     world = World(32, 4, 64, caching=False)
     buffers = make_buffers(open_device("reference"), world)
     world.memory = FillingMemory(world.blocks, buffers)
-    tables = buffers.batch(2, 2).block_tables[0]
+    tables = buffers.batch(StepShape(2, 2, buffers.most.num_blocks)).block_tables[0]
     pick = itertools.cycle([1])
     first, second = world.add(0, [1] * 7, 1), world.add(1, [2] * 7, 1)
     assert first is not None and second is not None
@@ -165,14 +187,14 @@ def test_only_what_is_new_is_written() -> None:
 
 
 def test_tables_are_sent_where_there_is_something_new() -> None:
-    """A step in which no table got a block sends none to the device; one in which a block came does."""
+    """A step is one copy. Where no table got a block it has no tables; else those of all its sequences."""
     world = World(32, 4, 64, caching=False)
     device = RemoteDevice()
     world.memory = CheckingMemory(world.blocks, make_buffers(device, world))
-    tables = device.arrays[-1]
-    world.add(0, [1] * BLOCK, 1)
-    sent = []
+    for name in range(2):
+        world.add(name, [1] * BLOCK, 1)
     for _ in range(BLOCK + 2):
         world.step(itertools.cycle([1]))
-        sent.append(tables.num_sent)
-    assert sent == [1, *[2] * BLOCK, 3]
+    without = min(device.sent)
+    with_tables = without + 2 * 4 * -(-MAX_MODEL_LEN // BLOCK)
+    assert device.sent == [with_tables, with_tables, *[without] * (BLOCK - 1), with_tables]

@@ -5,9 +5,11 @@
     python scripts/gpu_check.py --device cuda-sim    # the correctness part, in Numba's simulator
 
 Every op is compared with the NumPy reference on several shapes, then the tokens of a tiny random model with those of the
-reference device; on a GPU follow what only a GPU shows (a pool of more than 2^31 elements, recording in a CUDA graph) and
-timings. A table comes last; where the environment variable OUT names a folder, the same goes there as gpu_check.json. Exit
-status 1 means that something is wrong. It runs from a clone with nothing installed, in a few minutes.
+reference device. On a GPU follow what only a GPU shows (the tokens of a 0.6B model as on the CPU, CUDA graphs against single
+launches, a pool of more than 2^31 elements) and timings: attention, linear layers and whole decode steps of a 0.6B and an 8B
+model as fractions of the bandwidth of a copy, and torch's attention and transformers' continuous batching where they are. A
+table comes last; where the environment variable OUT names a folder, the same goes there as gpu_check.json. Exit status 1 means
+that something is wrong. It runs from a clone with nothing installed, in a few minutes.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
+from gpu_check_decode import decode_step
+from gpu_check_models import SHAPES, write_model
 from gpu_check_ops import Check, Heads, against_reference, normal, pages, same_bits
+from gpu_check_peers import minipage_rate, sdpa, time_of_torch, transformers_rate
 from gpu_check_timings import Workload, time_of, workloads
 
 from minipage.device import open_device
@@ -91,59 +99,44 @@ def compare_bits(name: str, device: Device, few: Check, many: Check) -> Row:
     return Row(name, same, "same bits" if same else "other bits")
 
 
-def check_tokens(name: str, device: str) -> Row:
-    """Greedy tokens of a random two-layer model on ``device`` and on the reference device, in chunks and in a batch."""
+def greedy_tokens(folder: str, device: str, prompts: list[list[int]], **options: Any) -> tuple[list, list]:
+    """Greedy tokens of some prompts, computed in chunks and in a batch, and how far the second best token was each time."""
     from minipage import LLM, SamplingParams
 
-    prompts = [[int(i) for i in np.random.default_rng(103).integers(0, 61, 13)], [5, 9, 1]]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    limits = {"num_blocks": 16, "block_size": 4, "max_model_len": 32, "max_num_batched_tokens": 8}
-    tokens = []
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+    with LLM(folder, device=device, block_size=4, **options) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    best_two = [[sorted(x.logprob for x in top.values())[-2:] for top in one.logprobs or []] for one in outputs]
+    return [list(one.token_ids) for one in outputs], [[b - a for a, b in pairs] for pairs in best_two]
+
+
+def check_tokens(name: str, device: str, shape: str, expected_from: str) -> Row:
+    """Tokens of a random model on ``device`` and on another, up to where the two best tokens are as good as equal."""
+    vocab_size = SHAPES[shape]["vocab_size"]
+    prompts = [[int(i) for i in np.random.default_rng(103).integers(0, vocab_size, n)] for n in (13, 3)]
+    limits = {"num_blocks": 16, "max_model_len": 32, "max_num_batched_tokens": 8}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
-        for one in ("reference", device):
-            with LLM(folder, device=one, **limits) as llm:
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                tokens.append([list(output.outputs[0].token_ids) for output in outputs])
-    return Row(name, tokens[0] == tokens[1], f"{tokens[1]}")
+        write_model(Path(folder), SHAPES[shape])
+        expected, gaps = greedy_tokens(folder, expected_from, prompts, **limits)
+        tokens, _ = greedy_tokens(folder, device, prompts, **limits)
+    ok = all(map(same_up_to_ties, tokens, expected, gaps))
+    return Row(name, ok, f"{tokens}" if ok else f"{tokens} instead of {expected}")
 
 
-def write_model(folder: Path) -> None:
-    """A random Llama without a tokenizer, as a folder in Hugging Face layout."""
-    from safetensors.numpy import save_file
+def same_up_to_ties(tokens: list[int], expected: list[int], gaps: list[float], tie: float = 0.02) -> bool:
+    """Whether tokens are as expected until one that may be another: its two best have log probabilities closer than a tie."""
+    first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
+    return first is None or gaps[first] < tie
 
-    layer = {
-        "self_attn.q_proj": (32, 32),
-        "self_attn.k_proj": (16, 32),
-        "self_attn.v_proj": (16, 32),
-        "self_attn.o_proj": (32, 32),
-        "mlp.gate_proj": (48, 32),
-        "mlp.up_proj": (48, 32),
-        "mlp.down_proj": (32, 48),
-    }
-    shapes = {"model.embed_tokens": (61, 32), "lm_head": (61, 32)}
-    shapes |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(2) for name in ("input", "post_attention")]
-    tensors = {f"{name}.weight": normal(i, *shape) * np.float32(0.4) for i, (name, shape) in enumerate(shapes.items())}
-    tensors |= {f"{name}.weight": np.ones(32, np.float32) for name in [*norms, "model.norm"]}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+
+def check_graph(name: str) -> Row:
+    """Tokens of decode steps as CUDA graphs, and of the same ops launched one by one."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES["tiny"])
+        tokens = [greedy_tokens(folder, "cuda", [[5, 9, 1], [2], [7] * 9])[0]]
+        with mock.patch("minipage.device.cuda.CudaDevice.record", lambda self, function: function):
+            tokens.append(greedy_tokens(folder, "cuda", [[5, 9, 1], [2], [7] * 9])[0])
+    return Row(name, tokens[0] == tokens[1], "same tokens" if tokens[0] == tokens[1] else f"{tokens}")
 
 
 def check_far_block(name: str, device: Device) -> Row:
@@ -171,21 +164,61 @@ def check_far_block(name: str, device: Device) -> Row:
 
 
 def measure(device: Device) -> Iterator[Row]:
-    """The copy bandwidth of the device, and what decode attention and linear layers reach of it."""
+    """The copy bandwidth of the device, and what attention, linear layers and whole decode steps reach of it."""
     copy_rate = None
-    for name, workload in workloads():
+    for name, workload in [*workloads(), *steps()]:
         row = guarded(name, measure_one, device, workload, copy_rate)
         copy_rate = copy_rate or row.gigabytes_per_second
         yield row
 
 
+def steps() -> Iterator[tuple[str, Workload]]:
+    """Whole decode steps."""
+    for shape, kind in (("0.6B", "bfloat16"), ("8B", "bfloat16"), ("8B", "int4")):
+        for batch in (1, 16, 64, 256):
+            label = f"decode step {shape} {kind}, batch {batch}, context 1024"
+            yield label, partial(decode_step, shape=shape, kind=kind, batch=batch, context=1024)
+
+
 def measure_one(name: str, device: Device, workload: Workload, copy_rate: float | None) -> Row:
     """The time of one call, and the bytes that it must move as a fraction of what a copy moves."""
     with device.compute():
-        call, num_bytes = workload(device)
+        made = workload(device)
+        if made is None:
+            return Row(name, True, "left out: too little memory")
+        call, num_bytes = made
         microseconds = time_of(device, call)
     rate = num_bytes / microseconds / 1e3
     return Row(name, True, "", microseconds, rate, rate / (copy_rate or rate))
+
+
+def beside_peers() -> Iterator[Row]:
+    """What torch and transformers take for the same work."""
+    for batch in (1, 16, 64, 256):
+        for context in (512, 2048, 8192):
+            yield optional(f"torch SDPA, contiguous, batch {batch}, context {context}", measure_sdpa, batch, context)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES["0.6B"])
+        for label, rate in (("minipage", minipage_rate), ("transformers, continuous batching", transformers_rate)):
+            yield optional(f"0.6B, 64 prompts of 128, 64 new tokens: {label}", measure_rate, rate, Path(folder))
+
+
+def measure_sdpa(name: str, batch: int, context: int) -> Row:
+    """The time of torch's attention on the shape of :func:`gpu_check_timings.decode_attention`."""
+    return Row(name, True, "", time_of_torch(sdpa(batch, context, 32, 8, 128)))
+
+
+def measure_rate(name: str, rate: Callable[..., float], folder: Path) -> Row:
+    """Tokens a second from end to end."""
+    return Row(name, True, f"{rate(folder, 64, SHAPES['0.6B']['vocab_size']):,.0f} tok/s")
+
+
+def optional(name: str, step: Callable[..., Row], *args: Any) -> Row:
+    """A row that is for comparison: left out where what it needs is not there or does not work."""
+    try:
+        return step(name, *args)
+    except Exception as error:
+        return Row(name, True, f"left out: {type(error).__name__}: {error}".splitlines()[0])
 
 
 # ---- report -----------------------------------------------------------------------------------------------------------
@@ -211,6 +244,8 @@ def line(row: Row) -> str:
     text = f"{'ok' if row.ok else 'WRONG':5} {row.name:60}"
     if row.microseconds is None:
         return f"{text} {row.result}"
+    if row.gigabytes_per_second is None:
+        return f"{text} {row.microseconds:9.1f} us"
     return f"{text} {row.microseconds:9.1f} us {row.gigabytes_per_second:8.1f} GB/s {row.of_copy:6.1%} of copy"
 
 
@@ -232,10 +267,12 @@ def main() -> int:
 
     for row in check_ops(device, large=on_gpu):
         add(row)
-    add(guarded("tokens of a tiny model", check_tokens, device.name))
+    add(guarded("tokens of a tiny model", check_tokens, device.name, "tiny", "reference"))
     if on_gpu:
+        add(guarded("tokens of a 0.6B model, as on the CPU", check_tokens, device.name, "0.6B", "cpu"))
+        add(guarded("decode steps as CUDA graphs, and launched one by one", check_graph))
         add(guarded("attention on a block beyond 2^31 elements", check_far_block, device))
-        for row in measure(device):
+        for row in chain(measure(device), beside_peers()):
             add(row)
 
     about = versions(device)

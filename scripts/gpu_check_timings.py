@@ -15,14 +15,15 @@ from gpu_check_ops import Heads
 from minipage.device.base import Device
 
 #: Makes the arrays of a call on a device, and returns the call and the bytes that it moves.
-Workload = Callable[[Device], tuple[Callable[[], None], int]]
+#: None where the device has too little memory.
+Workload = Callable[[Device], tuple[Callable[[], None], int] | None]
 
 
 def workloads() -> Iterator[tuple[str, Workload]]:
     """A copy on the device first: what the others are compared with."""
     yield "copy on the device", partial(copy, num_bytes=1 << 29)
-    for batch in (1, 16, 64):
-        for context in (512, 2048):
+    for batch in (1, 16, 64, 256):
+        for context in (512, 2048, 8192):
             label = f"decode attention, batch {batch}, context {context}"
             yield label, partial(decode_attention, batch=batch, context=context)
     for kind in ("float32", "bfloat16", "int8", "int4"):

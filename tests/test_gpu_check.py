@@ -79,3 +79,49 @@ def test_bits_that_depend_on_company_are_reported(gpu_check: Any) -> None:
 
     wrong = [row.name for row in gpu_check.check_ops(broken_device(linear=linear), large=False) if not row.ok]
     assert wrong == [f"linear {kind} alone and in a batch" for kind in WEIGHT_KINDS]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4"])
+def test_decode_steps_are_whole_and_counted(gpu_check: Any, kind: str) -> None:
+    """The step that is timed computes finite logits for all sequences, and its bytes are those of weights, K and V."""
+    device = open_device("reference")
+    decode = importlib.import_module("gpu_check_decode")
+    step, num_bytes = decode.decode_step(device, "tiny", kind, batch=3, context=20)
+    step()
+    logits = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "logits")).logits
+    assert np.isfinite(logits).all() and np.ptp(logits, axis=1).min() > 0
+    _, params = decode.loaded(device, "tiny", kind)
+    weights = sum(weight.nbytes for name, weight in params.items() if name != "embed" and hasattr(weight, "kind"))
+    kv_bytes = 3 * 20 * 2 * 2 * 2 * 8 * (4 if kind == "float32" else 2)
+    assert num_bytes == weights + kv_bytes
+
+
+def test_only_ties_may_give_another_token(gpu_check: Any) -> None:
+    """From the first token on that may be another nothing is known; before it all must be equal."""
+    same = gpu_check.same_up_to_ties
+    assert same([1, 2, 3], [1, 2, 3], [0.5, 0.0, 0.5])
+    assert same([1, 9, 8], [1, 2, 3], [0.5, 0.01, 0.5])
+    assert not same([1, 9, 3], [1, 2, 3], [0.01, 0.5, 0.01])
+
+
+def test_random_folders_are_models(gpu_check: Any, tmp_path: Path) -> None:
+    """They load in the dtype that they are written in, and the devices agree on them."""
+    from minipage import LLM
+
+    for dtype in ("float32", "bfloat16"):
+        shape = gpu_check.SHAPES["tiny"] | {"torch_dtype": dtype}
+        gpu_check.write_model(tmp_path, shape)
+        with LLM(str(tmp_path), device="reference", num_blocks=8, max_model_len=32) as llm:
+            assert dtype in llm.info.weight_kinds
+    row = gpu_check.check_tokens("tokens", "reference", "tiny", "cpu")
+    assert row.ok, row
+
+
+def test_peers_that_are_not_there_are_left_out(gpu_check: Any) -> None:
+    """Nothing of theirs is needed, and nothing of theirs can fail the check."""
+
+    def broken(name: str) -> Any:
+        raise RuntimeError("no kernel image")
+
+    row = gpu_check.optional("peer", broken)
+    assert row.ok and row.result == "left out: RuntimeError: no kernel image"

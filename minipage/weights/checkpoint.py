@@ -10,6 +10,7 @@ from ..errors import ModelLoadError
 from ..models import ModelConfig, read_config
 from ..models.fields import read_token_ids
 from .files import read_json
+from .gguf import open_gguf
 from .safetensors import open_safetensors
 from .source import TensorSource
 
@@ -50,8 +51,6 @@ def open_checkpoint(path: str) -> Checkpoint:
         raise ModelLoadError(f"{path}: does not exist; allowed: a folder in Hugging Face layout, or a GGUF file")
     if place.suffix == ".safetensors":
         raise ModelLoadError(f"{path}: safetensors files are loaded by their folder, with its config.json beside them")
-    from .gguf import open_gguf  # the gguf package takes a third of a second to import
-
     source = open_gguf(place)
     return Checkpoint(path, path, source.config, source.generation_config, source, source.vocabulary)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES
 
 from ..errors import ModelLoadError
 from ..kernels.dtypes import to_float32
@@ -20,6 +18,7 @@ from .files import DataFile
 from .gguf_blocks import Bytes, dequantized, groups_of, kind_of
 from .gguf_config import translate_config, translate_generation_config
 from .gguf_header import Header, TensorInfo, read_header, row_bytes
+from .gguf_types import KNOWN_TYPES
 from .source import Array
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -56,12 +55,18 @@ class GGUFSource:
 
     def __init__(self, data: DataFile, header: Header) -> None:
         self.path = str(data.path)
-        self.readable = readable_types()
         self._data = data
+        self._types = {info.type for info in header.tensors.values()}
         self.config = translate_config(header, self._freq_factors(header))
         self.generation_config = translate_generation_config(header.metadata)
         self.vocabulary = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
         self._tensors = {hugging_face_name(n): info for n, info in header.tensors.items() if n != ROPE_FACTORS}
+
+    @cached_property
+    def readable(self) -> tuple[str, ...]:
+        """All types that can be read; where the file has known ones only, these, without importing the gguf package."""
+        known = self._types.issubset(KNOWN_TYPES)
+        return tuple(type.name for type in KNOWN_TYPES) if known else readable_types()
 
     def _freq_factors(self, header: Header) -> list[float] | None:
         """The values of ``rope_freqs.weight``, which belong to the config."""
@@ -142,8 +147,10 @@ class GGUFSource:
 @cache
 def readable_types() -> tuple[str, ...]:
     """The types that the gguf package can dequantise, found out by asking it for one block of each."""
+    import gguf
+
     names: list[str] = []
-    for type, (_, size) in GGML_QUANT_SIZES.items():
+    for type, (_, size) in gguf.GGML_QUANT_SIZES.items():
         try:
             gguf.dequantize(np.zeros((1, size), np.uint8), type)
         except NotImplementedError:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
 
 from ..kernels.ops import GROUP_SIZE, Groups
 from ..kernels.quantization import quantize
+from .gguf_types import TensorType
 from .source import Array
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,20 +31,24 @@ Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("nibbles", "u1", 16)])
 Q4_K = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("six_bits", "u1", (3, 4)), ("nibbles", "u1", (4, 32))])
 
 
-def kind_of(type: GGMLQuantizationType) -> str:
+def kind_of(type: TensorType) -> str:
     """The weight kind that keeps a tensor of this type and loses nothing, or least."""
     if type.name in FLOATS:
         return FLOATS[type.name][0]
     return KEPT_AS[type.name][0] if type.name in KEPT_AS else "int8"
 
 
-def dequantized(stored: Bytes, type: GGMLQuantizationType) -> Array:
+def dequantized(stored: Bytes, type: TensorType) -> Array:
     """Rows of bytes [n, bytes] as rows of numbers [n, K]: bit for bit for the float types, else float32."""
-    values: Array = stored.view(FLOATS[type.name][1]) if type.name in FLOATS else gguf.dequantize(stored, type)
+    if type.name in FLOATS:
+        return stored.view(FLOATS[type.name][1])
+    import gguf  # takes a while
+
+    values: Array = gguf.dequantize(stored, gguf.GGMLQuantizationType[type.name])
     return values
 
 
-def groups_of(stored: Bytes, type: GGMLQuantizationType) -> Groups:
+def groups_of(stored: Bytes, type: TensorType) -> Groups:
     """Rows of bytes [n, bytes] of a quantised type as groups of the kind that :func:`kind_of` names.
 
     Raises ValueError where values are quantised again and are not finite.

@@ -1,7 +1,7 @@
 """The header of a GGUF file (versions 2 and 3, little-endian), read without trusting a single count in it.
 
 The gguf package's own reader makes several objects for each element of every array: seconds for a vocabulary, and memory
-without end for a hostile count. Its numbering of types and their sizes are used here, its dequantisation in :mod:`.gguf`.
+without end for a hostile count. Of it, rare types are used (:mod:`.gguf_types`), and dequantisation (:mod:`.gguf_blocks`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from ..errors import ModelLoadError
 from .files import shorten
+from .gguf_strings import split_strings
+from .gguf_types import TensorType, tensor_type
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -23,27 +24,29 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_HEADER_BYTES = 64 << 20  #: several times what the largest vocabularies take
 WINDOW_BYTES = 1 << 20  #: read at once where there are many strings
-STRING_LENGTH = struct.Struct("<Q")
+STRING_BYTES = 64  #: for a string in a window; most are shorter
 
-SCALARS: dict[Any, np.dtype[Any]] = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.BOOL: np.dtype("?"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
+#: Types of values, as files number them: numbers and truth values, by their NumPy dtypes, strings and arrays.
+SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
 }
+STRING, ARRAY = 8, 9
 
 
 class TensorInfo(NamedTuple):
     """A tensor in a GGUF file."""
 
-    type: GGMLQuantizationType
+    type: TensorType
     shape: tuple[int, ...]  #: rows first, as in NumPy: the reverse of the file's order
     offset: int  #: of its first byte in the file
 
@@ -95,30 +98,36 @@ class Cursor:
         """``count`` strings, a window of many at a time: a vocabulary and its merges are some hundred thousand."""
         texts: list[str] = []
         while len(texts) < count:
-            window, start = self._file.read(min(WINDOW_BYTES, self.left)), 0
-            while len(texts) < count and start + 8 <= len(window):
-                stop = start + 8 + STRING_LENGTH.unpack_from(window, start)[0]
-                if stop > len(window):
-                    break
-                texts.append(window[start + 8 : stop].decode())
-                start = stop
-            self.position += start
+            missing = count - len(texts)
+            window = self._file.read(min(WINDOW_BYTES, self.left, missing * STRING_BYTES))
+            found, size = split_strings(window, missing)
+            self.position += size
             self._file.seek(self.position)
-            if not start:  # longer than the window, or than the file, which is said there
-                texts.append(self.string())
+            # None: the next one is longer than the window, or than the file, which is said there.
+            texts += found or [self.string()]
         return texts
 
     def value(self) -> Any:
         """A metadata value: its type, then itself."""
-        type = GGUFValueType(self.uint(4))
-        if type != GGUFValueType.ARRAY:
-            return self.string() if type == GGUFValueType.STRING else self.scalars(SCALARS[type], 1)[0]
-        element = GGUFValueType(self.uint(4))
-        if element == GGUFValueType.STRING:
+        type = self.uint(4)
+        if type == STRING:
+            return self.string()
+        if type != ARRAY:
+            return self.scalars(self.dtype(type), 1)[0]
+        element = self.uint(4)
+        if element == STRING:
             return self.strings(self.uint(8))
-        if element == GGUFValueType.ARRAY:
+        if element == ARRAY:
             raise ValueError(f"found an array of arrays at offset {self.position}; wanted numbers or strings in it")
-        return self.scalars(SCALARS[element], self.uint(8))
+        return self.scalars(self.dtype(element), self.uint(8))
+
+    def dtype(self, type: int) -> np.dtype[Any]:
+        """The dtype of a scalar type, which has just been read."""
+        if type not in SCALARS:
+            raise ValueError(
+                f"found a value of type {type} at offset {self.position - 4}; allowed: 0 to {max(SCALARS)}"
+            )
+        return SCALARS[type]
 
     def scalars(self, dtype: np.dtype[Any], count: int) -> list[Any]:
         values: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
@@ -152,8 +161,8 @@ def parse_tensor(cursor: Cursor) -> tuple[str, TensorInfo]:
     name, num_dims = cursor.string(), cursor.uint(4)
     if not 1 <= num_dims <= MAX_DIMS:
         raise ValueError(f"tensor {shorten(name)} has {num_dims} dims; allowed: 1 to {MAX_DIMS}")
-    shape = tuple(cursor.uint(8) for _ in range(num_dims))[::-1]
-    return name, TensorInfo(GGMLQuantizationType(cursor.uint(4)), shape, cursor.uint(8))
+    *dims, number, offset = struct.unpack(f"<{num_dims}QIQ", cursor.take(8 * num_dims + 12))
+    return name, TensorInfo(tensor_type(number), tuple(reversed(dims)), offset)
 
 
 def place_tensors(entries: list[tuple[str, TensorInfo]], data_start: int, file_size: int) -> dict[str, TensorInfo]:
@@ -162,10 +171,10 @@ def place_tensors(entries: list[tuple[str, TensorInfo]], data_start: int, file_s
     for name, info in entries:
         if name in tensors:
             raise ValueError(f"tensor {shorten(name)} is there twice")
-        block = GGML_QUANT_SIZES[info.type][0]
-        if info.shape[-1] % block:
+        if info.shape[-1] % info.type.block:
             raise ValueError(
-                f"tensor {shorten(name)} has rows of {info.shape[-1]}; wanted a multiple of {block} in {info.type.name}"
+                f"tensor {shorten(name)} has rows of {info.shape[-1]}; "
+                f"wanted a multiple of {info.type.block} in {info.type.name}"
             )
         offset = data_start + info.offset
         end = offset + math.prod(info.shape[:-1]) * row_bytes(info)
@@ -179,7 +188,4 @@ def place_tensors(entries: list[tuple[str, TensorInfo]], data_start: int, file_s
 
 def row_bytes(info: TensorInfo) -> int:
     """Bytes of one row of the last dimension."""
-    block: int
-    block_bytes: int
-    block, block_bytes = GGML_QUANT_SIZES[info.type]
-    return info.shape[-1] // block * block_bytes
+    return info.shape[-1] // info.type.block * info.type.block_bytes

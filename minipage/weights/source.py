@@ -19,7 +19,11 @@ class TensorSource(Protocol):
     """
 
     path: str  #: the folder or file that the user named
-    readable: tuple[str, ...]  #: the dtypes that :meth:`read` understands, as the file format calls them
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """The dtypes that :meth:`read` understands, as the file format calls them."""
+        ...
 
     def names(self) -> list[str]:
         """All tensors that there are."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from minipage.weights.checkpoint import Checkpoint, open_checkpoint
 from minipage.weights.gguf import half_rotated_order, readable_types
 from minipage.weights.gguf_blocks import groups_of, kind_of
 from minipage.weights.gguf_header import read_header
+from minipage.weights.gguf_types import KNOWN_TYPES, tensor_type
 from minipage.weights.loader import check
 
 CONFIG = {**HISTORY_CONFIG, "head_dim": 16, "intermediate_size": 64}
@@ -208,7 +211,29 @@ def test_the_package_reads_the_same_metadata(tmp_path: Path) -> None:
     expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert header.metadata == expected
     places = {t.name: (t.tensor_type, tuple(int(d) for d in t.shape)[::-1], t.data_offset) for t in reader.tensors}
-    assert {name: tuple(info) for name, info in header.tensors.items()} == places
+    assert {name: (info.type.number, *info[1:]) for name, info in header.tensors.items()} == places
+
+
+def test_known_types_are_those_of_the_package() -> None:
+    """What is written down here is what the gguf package says, and types beyond it are taken from there."""
+    for known in (*KNOWN_TYPES, tensor_type(14)):
+        type = gguf.GGMLQuantizationType(known.number)
+        assert known[1:] == (type.name, *gguf.GGML_QUANT_SIZES[type])
+    assert set(EXACT) < {known.name for known in KNOWN_TYPES}
+
+
+@pytest.mark.parametrize(("matrix_type", "needed"), [("Q4_0", False), ("Q8_0", False), ("F16", False), ("Q5_1", True)])
+def test_the_package_is_imported_for_rare_types_only(matrix_type: str, needed: bool, tmp_path: Path) -> None:
+    """Its import takes a tenth of a second, which the start of a program feels."""
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, TENSORS, matrix_type=matrix_type)
+    code = (
+        "import sys; from minipage.weights.checkpoint import open_checkpoint;"
+        f"source = open_checkpoint({str(path)!r}).source; name = 'model.layers.0.mlp.up_proj.weight';"
+        "source.readable; (source.read_groups if source.kind(name).startswith('int') else source.read)(name);"
+        "print('gguf' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{needed}\n"
 
 
 # ---- config --------------------------------------------------------------------------------------------------------

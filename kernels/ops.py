@@ -51,9 +51,14 @@ class PackedWeight:
 
 
 class Groups(NamedTuple):
-    """n rows on the host, quantised in G groups of 32 inputs each; what they mean is in :mod:`kernels.quantization`."""
+    """n rows on the host, quantised in G groups of 32 inputs each; what they mean is in :mod:`kernels.quantization`.
 
-    codes: Array  #: [n, G, 32]: int8 for the kind int8, uint8 in 0..15 for the int4 kinds
+    The arrays may be strided views, such as fields of a file's blocks, of which the last axis is contiguous.
+    """
+
+    #: [n, G, 32]: int8 for the kind int8, uint8 in 0..15 for the int4 kinds. Of these, two may share a byte, as in GGUF's
+    #: blocks: [n, G, 16], where byte i has code i in its low half and code i + 16 in its high half.
+    codes: Array
     scales: Array  #: float16 [n, G]
     minima: Array | None  #: float16 [n, G] for the kind int4, None for the others
 

@@ -98,13 +98,31 @@ def _error(found: Groups, groups: Array, importance: Array, kind: str) -> Array:
 
 def dequantize(groups: Groups, kind: str) -> Array:
     """float32 [n, G, GROUP_SIZE]: what ``groups`` of a quantised ``kind`` mean, to the bit."""
-    codes = groups.codes.view(np.int8)
+    codes = unpacked(groups, kind).codes.view(np.int8)
     if kind == "int4_symmetric":
         codes = codes - np.int8(INT4_ZERO)
     values = codes * groups.scales.astype(np.float32)[..., None]
     if groups.minima is not None:
         values += groups.minima.astype(np.float32)[..., None]
     return values
+
+
+def unpacked(groups: Groups, kind: str) -> Groups:
+    """The same with a byte for each code."""
+    if kind == "int8" or groups.codes.shape[-1] == GROUP_SIZE:
+        return groups
+    codes = np.empty((*groups.codes.shape[:-1], GROUP_SIZE), np.uint8)
+    np.bitwise_and(groups.codes, INT4_MAX, out=codes[..., : GROUP_SIZE // 2])
+    np.right_shift(groups.codes, 4, out=codes[..., GROUP_SIZE // 2 :])
+    return groups._replace(codes=codes)
+
+
+def packed(groups: Groups, kind: str) -> Groups:
+    """The same with two codes to a byte, where ``kind`` has codes of four bits."""
+    if kind == "int8" or groups.codes.shape[-1] < GROUP_SIZE:
+        return groups
+    low, high = groups.codes[..., : GROUP_SIZE // 2], groups.codes[..., GROUP_SIZE // 2 :]
+    return groups._replace(codes=low | high << np.uint8(4))
 
 
 def ungroup(groups: Array, num_inputs: int) -> Array:
@@ -176,7 +194,10 @@ def check_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     if kind not in GROUP_KINDS:
         raise ValueError(f"groups do not fit a weight of kind {kind}; allowed: {', '.join(GROUP_KINDS)}")
     per_group = (count, num_groups(num_inputs))
-    wanted = [((*per_group, GROUP_SIZE), code_dtype(kind)), (per_group, np.dtype(np.float16))]
+    codes_in_group = GROUP_SIZE
+    if kind != "int8" and groups.codes.shape[-1:] == (GROUP_SIZE // 2,):
+        codes_in_group //= 2  # two to a byte
+    wanted = [((*per_group, codes_in_group), code_dtype(kind)), (per_group, np.dtype(np.float16))]
     if kind == "int4":
         wanted.append((per_group, np.dtype(np.float16)))
     found = [(part.shape, part.dtype) for part in groups if part is not None]

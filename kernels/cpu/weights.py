@@ -20,8 +20,10 @@ from ..quantization import (
     code_dtype,
     dequantize,
     num_groups,
+    packed,
     quantize,
     ungroup,
+    unpacked,
 )
 from .kernel import Kernel
 from .records import PANEL, RECORD_BYTES, unpack_panel
@@ -59,22 +61,20 @@ def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     """Store quantised rows as rows start.. of ``weight``."""
     check_groups(weight, start, groups)
     (records,) = weight.arrays
-    count = len(groups.codes)
     first, before = divmod(start, PANEL)
-    after = -(start + count) % PANEL
+    after = -(start + len(groups.codes)) % PANEL
     if before or after:
         groups = _with_neighbours(weight, start, groups, before, after)
-    count = len(groups.codes) // PANEL
-    codes, scales = (np.ascontiguousarray(part) for part in (groups.codes.view(np.uint8), groups.scales))
-    minima = scales if groups.minima is None else np.ascontiguousarray(groups.minima)
-    halves = scales.view(np.uint16), minima.view(np.uint16)
-    call(_pack_kernel(weight.kind), records[first : first + count], codes, *halves, units=count)
+    codes, scales, minima = packed(groups, weight.kind)
+    count = len(codes) // PANEL
+    parts = (part.view(np.uint16) for part in (codes, scales, scales if minima is None else minima))
+    call(_pack_kernel(weight.kind), records[first : first + count].view(np.uint16), *parts, units=count)
 
 
 @functools.cache
 def _pack_kernel(kind: str) -> Kernel:
-    groups = "uint8[:, :, ::1], uint16[:, ::1], uint16[:, ::1]"
-    return Kernel("packing:pack_of", f"uint8[:, :, ::1], {groups}", GROUP_KINDS.index(kind))
+    signature = "uint16[:, :, ::1], uint16[:, :, :], uint16[:, :], uint16[:, :]"
+    return Kernel("packing:pack_of", signature, GROUP_KINDS.index(kind))
 
 
 def _with_neighbours(weight: PackedWeight, start: int, groups: Groups, before: int, after: int) -> Groups:
@@ -84,7 +84,7 @@ def _with_neighbours(weight: PackedWeight, start: int, groups: Groups, before: i
     right = _groups_of(weight, np.arange(stop, stop + after))
     parts = [
         None if part is None else np.concatenate([one, part, other])
-        for one, part, other in zip(left, groups, right, strict=True)
+        for one, part, other in zip(left, unpacked(groups, weight.kind), right, strict=True)
     ]
     return Groups(*parts)
 

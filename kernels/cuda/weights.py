@@ -26,6 +26,7 @@ from ..quantization import (
     num_groups,
     quantize,
     ungroup,
+    unpacked,
 )
 from .formats import widen
 from .target import pure_function, to_device, to_host
@@ -58,7 +59,9 @@ def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
 def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     """See :meth:`kernels.ops.Ops.pack_groups`."""
     check_groups(weight, start, groups)
-    codes = groups.codes if weight.kind == "int8" else groups.codes[..., 0::2] | groups.codes[..., 1::2] << np.uint8(4)
+    codes = unpacked(groups, weight.kind).codes
+    if weight.kind != "int8":
+        codes = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
     parts = (codes.reshape(len(codes), -1), groups.scales, groups.minima)
     for array, part in zip(weight.arrays, parts, strict=False):
         array[start : start + len(part)] = to_device(part)

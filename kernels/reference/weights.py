@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import GROUP_SIZE, WEIGHT_KINDS, Array, Groups, PackedWeight
-from ..quantization import check_groups, check_rows, code_dtype, dequantize, num_groups, quantize, ungroup
+from ..quantization import check_groups, check_rows, code_dtype, dequantize, num_groups, quantize, ungroup, unpacked
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
@@ -36,7 +36,7 @@ def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
 def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     """Store quantised rows as rows start.. of ``weight``."""
     check_groups(weight, start, groups)
-    parts = [part for part in groups if part is not None]
+    parts = [part for part in unpacked(groups, weight.kind) if part is not None]
     for array, part in zip(weight.arrays, parts, strict=True):
         array[start : start + len(part)] = part
 

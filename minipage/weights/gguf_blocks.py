@@ -73,12 +73,12 @@ def _from_q5_0(stored: Bytes) -> Groups:
 
 def _from_q4_0(stored: Bytes) -> Groups:
     blocks = stored.view(Q4_0)
-    return Groups(_split(blocks["nibbles"]), blocks["scale"], None)
+    return Groups(blocks["nibbles"], blocks["scale"], None)
 
 
 def _from_q4_1(stored: Bytes) -> Groups:
     blocks = stored.view(Q4_1)
-    return Groups(_split(blocks["nibbles"]), blocks["scale"], blocks["minimum"])
+    return Groups(blocks["nibbles"], blocks["scale"], blocks["minimum"])
 
 
 def _from_q4_k(stored: Bytes) -> Groups:

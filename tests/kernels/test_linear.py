@@ -117,6 +117,31 @@ def test_groups_come_back(impl: Implementation, case: tuple[str, tuple[int, int]
 
 
 @each_implementation
+@pytest.mark.parametrize("kind", GROUP_KINDS)
+def test_groups_may_be_fields_of_blocks(impl: Implementation, kind: str) -> None:
+    """Two codes of four bits may share a byte, and all may lie block by block as in a file: the weight is the same."""
+    outputs, inputs = 37, 70
+    groups = any_groups(2, outputs, inputs, kind)
+    codes = groups.codes
+    if kind != "int8":
+        codes = codes[..., :16] + 16 * codes[..., 16:]
+    parts = [("minima", "<f2"), ("scales", "<f2"), ("codes", codes.dtype, codes.shape[-1])]
+    blocks = np.zeros(groups.scales.shape, np.dtype(parts))
+    blocks["codes"], blocks["scales"] = codes, groups.scales
+    minima = None
+    if groups.minima is not None:
+        blocks["minima"] = groups.minima
+        minima = blocks["minima"]
+    weight = impl.device.ops.empty_weight((outputs, inputs), kind, impl.device.xp)
+    for start, stop in itertools.pairwise([0, 16, 32, 33, outputs]):
+        piece = Groups(blocks["codes"], blocks["scales"], minima)
+        piece = Groups(*(part if part is None else part[start:stop] for part in piece))
+        impl.device.ops.pack_groups(weight, start, piece)
+    expected = ungroup(dequantize(groups, kind), inputs)
+    assert_same_bits(impl.device.ops.unpack_rows(weight, 0, outputs), expected)
+
+
+@each_implementation
 def test_bad_groups_are_refused(impl: Implementation) -> None:
     """Of another kind, shape or dtype than the weight, or at the wrong place."""
     weight = impl.device.ops.empty_weight((4, 40), "int4", impl.device.xp)

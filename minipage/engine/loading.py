@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,6 +64,23 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
     OutOfMemoryError where the device has no room.
     """
     path = resolve_model(model)
+    with collection_paused():
+        return _open_and_load(path, config)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No search for garbage in cycles meanwhile: loading makes some hundred thousand objects, and they all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_and_load(path: str, config: EngineConfig) -> tuple[Engine, ModelInfo]:
     checkpoint = open_checkpoint(path)
     try:
         device = open_device_for(config)

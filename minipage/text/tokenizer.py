@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,17 @@ class Tokenizer:
     It has no limit on the length of a text; ``longest_token`` lets a caller see beforehand that a text cannot fit.
     """
 
-    def __init__(self, backend: Any, settings: TokenizerSettings, more_eos_ids: Iterable[int] = ()) -> None:
-        """``backend`` is a ``tokenizers.Tokenizer``; the tokens that ``settings`` call BOS and EOS become special in it."""
+    def __init__(
+        self,
+        backend: Any,
+        settings: TokenizerSettings,
+        more_eos_ids: Iterable[int] = (),
+        tokens: Sequence[str] | None = None,
+    ) -> None:
+        """``backend`` is a ``tokenizers.Tokenizer``; the tokens that ``settings`` call BOS and EOS become special in it.
+
+        ``tokens`` are all that it has by their ids, if they are at hand: to ask it for them takes a while.
+        """
         self._backend = backend
         self.special_tokens = settings.special_tokens  #: such as "bos_token" -> "<s>", for chat templates
         self.chat_template = settings.chat_template
@@ -32,8 +41,9 @@ class Tokenizer:
         self.bos_token_id = self._make_special("bos_token")
         eos_token_id = self._make_special("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos_token_id is None else [eos_token_id]), *more_eos_ids]))
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  #: every id is below it
+        vocabulary = backend.get_vocab(with_added_tokens=True) if tokens is None else tokens
+        #: every id is below it
+        self.vocab_size = len(tokens) if tokens is not None else max(vocabulary.values()) + 1
         self.longest_token = max(map(len, vocabulary))  #: characters of the longest entry, in the vocabulary's spelling
         added = backend.get_added_tokens_decoder()
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
@@ -62,7 +72,7 @@ class Tokenizer:
         settings, eos_token_ids = read_vocabulary_settings(vocabulary)
         backend = build_backend(vocabulary)
         with backend_errors(ModelLoadError, "the GGUF file's vocabulary cannot be used"):
-            return cls(backend, settings, eos_token_ids)
+            return cls(backend, settings, eos_token_ids, vocabulary["tokenizer.ggml.tokens"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text; control tokens that it spells out become control tokens.

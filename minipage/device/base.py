@@ -43,6 +43,13 @@ class Device(ABC):
         """An uninitialised device array."""
         return self.xp.empty(tuple(shape), dtype=dtype)
 
+    def empty_pages(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An uninitialised device array [L, num_blocks, ...] for pages, of which no more than a few blocks may ever be used."""
+        return self.empty(shape, dtype)
+
+    def fill_pages(self, pages: Array, num_blocks: int) -> None:  # noqa: B027  (most need no telling)
+        """Be told that of :meth:`empty_pages` the first ``num_blocks`` blocks are in use, and more will be."""
+
     def empty_host(self, shape: Sequence[int], dtype: Any) -> Array:
         """An uninitialised array in host memory that the device's ops can read and write."""
         return self.empty(shape, dtype)

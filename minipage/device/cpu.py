@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
+from .huge_pages import use_huge_pages, use_small_pages
 
 MOST_THREADS = 1024  #: of a team
 
@@ -25,6 +26,14 @@ class HostDevice(Device):
 
     def host(self, array: Array) -> np.ndarray:
         return np.asarray(array)
+
+    def empty_pages(self, shape: Sequence[int], dtype: Any) -> Array:
+        pages = self.empty(shape, dtype)
+        use_small_pages(pages)
+        return pages
+
+    def fill_pages(self, pages: Array, num_blocks: int) -> None:
+        use_huge_pages(pages, num_blocks * pages.strides[1])
 
     def free_memory(self) -> int:
         """Bytes of memory that the kernel calls available, within the control group's limit."""

@@ -13,6 +13,10 @@ from ..kernels.ops import Array
 from ..kernels.pages import PAGE_STORAGE, page_dim
 from .base import Device
 
+_BYTES_AT_FIRST = (
+    256 << 10
+)  #: of K, or V, of a layer; until they are used the device may take the pages for hardly used ones
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -65,7 +69,9 @@ class KVCache:
         self.num_groups = max(groups) + 1
         self._device = device
         self._places = [(group, groups[:index].count(group)) for index, group in enumerate(groups)]
-        self.key, self.value = self._pages(num_blocks, device.empty)
+        self.key, self.value = self._pages(num_blocks, device.empty_pages)
+        self._blocks_at_first = _BYTES_AT_FIRST // (self.key.nbytes // (len(self.key) * num_blocks))
+        self._is_filling = False  # whether more than these have been written to
         self.host_key, self.host_value = self._pages(num_host_blocks, device.empty_host)
 
     def _pages(self, num_blocks: int, empty: Callable[[Sequence[int], Any], Array]) -> tuple[Array, Array]:
@@ -102,9 +108,16 @@ class KVCache:
             self._device.ops.swap_blocks(*source, *target, *self._columns(swaps))
 
     def expect_writes(self, slots: Sequence[np.ndarray]) -> None:
-        """Tokens are about to be written to ``slots``, host arrays [T] of block * block_size + offset, one a group; a storage
-        that checks its writes looks at them.
+        """Tokens are about to be written to ``slots``, host arrays [T] of block * block_size + offset, one a group.
+
+        The device learns when they are more than the first few; a storage that checks its writes does it here.
         """
+        if not self._is_filling:
+            num_blocks = max(int(each.max(initial=0)) for each in slots) // self.shape.block_size + 1
+            self._is_filling = num_blocks > self._blocks_at_first
+            if self._is_filling:
+                for pages in (self.key, self.value):
+                    self._device.fill_pages(pages, num_blocks)
 
     def read(self, layer: int, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """K and V of ``blocks`` in layer ``layer`` of their groups, on the host, in the plain layout [n, KVH, B, D].

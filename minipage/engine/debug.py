@@ -68,6 +68,7 @@ class CheckedKVCache(KVCache):
         """Check the blocks of the slots that a step's tokens go to. What it swaps and copies has been read by now, so that
         what was discarded can be poisoned.
         """
+        super().expect_writes(slots)
         distinct, counts = np.unique(np.concatenate(slots), return_counts=True)
         blocks = distinct // self.shape.block_size
         self._check_exclusive(blocks.tolist(), "written by a token")

@@ -41,10 +41,12 @@ class Tokenizer:
         self.bos_token_id = self._make_special("bos_token")
         eos_token_id = self._make_special("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos_token_id is None else [eos_token_id]), *more_eos_ids]))
-        vocabulary = backend.get_vocab(with_added_tokens=True) if tokens is None else tokens
-        #: every id is below it
-        self.vocab_size = len(tokens) if tokens is not None else max(vocabulary.values()) + 1
-        self.longest_token = max(map(len, vocabulary))  #: characters of the longest entry, in the vocabulary's spelling
+        if tokens is None:
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+            tokens, self.vocab_size = list(vocabulary), max(vocabulary.values()) + 1  #: every id is below it
+        else:
+            self.vocab_size = len(tokens)
+        self.longest_token = max(map(len, tokens))  #: characters of the longest entry, in the vocabulary's spelling
         added = backend.get_added_tokens_decoder()
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

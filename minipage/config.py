@@ -74,6 +74,7 @@ class EngineConfig:
     speculative: str | None = None
     num_speculative_tokens: int = 8
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class EngineConfig:
         _choice("speculative", self.speculative, SPECULATIVE_METHODS)
         _choice("enable_prefix_caching", self.enable_prefix_caching, (True, False))
         limits = {"block_size": (1, 1 << 16), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20)}
+        limits["tensor_parallel_size"] = (1, 1 << 10)
         limits["num_speculative_tokens"] = (1, MOST_SPECULATIVE_TOKENS)
         for name, (low, high) in limits.items():
             self._set(name, _integer(name, getattr(self, name), low, high))

@@ -13,7 +13,9 @@ import numpy as np
 
 from .config import DTYPES, QUANTIZATIONS, EngineConfig
 from .device.kv_cache import KVShape
-from .engine.loading import bytes_by_kind, group_layers, kv_dtype, kv_shape, open_device_for, with_windows
+from .engine.cache_setup import group_layers, kv_dtype, kv_shape
+from .engine.headers import with_windows
+from .engine.loading import bytes_by_kind, open_device_for
 from .errors import InvalidArgumentError
 from .kernels.ops import Ops
 from .models import ModelConfig, Plan, parameters

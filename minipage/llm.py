@@ -52,6 +52,10 @@ class LLM:
             at once, since wrong guesses cost time in a step that is busy anyway (None: off).
         num_speculative_tokens: the most tokens guessed for a sequence and step, 1 to 8.
         num_threads: CPU threads; None is the number of physical cores.
+        tensor_parallel_size: processes that share the model, started by ``mpiexec -n`` so many; all run the same program. Each
+            has some of the attention heads, MLP columns and tokens of the vocabulary, and pages for its heads; sizes of memory
+            are those of each. The first (rank 0) has the engine. On the others ``LLM(...)`` does not return: they serve it, and
+            exit when it is closed.
         seed: seeds the requests that have no seed of their own.
 
     Raises:
@@ -81,6 +85,7 @@ class LLM:
         speculative: str | None = None,
         num_speculative_tokens: int = 8,
         num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
         seed: int = 0,
     ) -> None:
         config = EngineConfig(
@@ -103,6 +108,7 @@ class LLM:
             speculative=speculative,
             num_speculative_tokens=num_speculative_tokens,
             num_threads=num_threads,
+            tensor_parallel_size=tensor_parallel_size,
             seed=seed,
         )
         self.engine, self.info = load_engine(model, config)  #: the engine, and what was loaded

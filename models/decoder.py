@@ -5,7 +5,7 @@ Letters in shapes: T tokens, H hidden size, NH query heads, KVH key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,15 +15,17 @@ from .config import ModelConfig
 from .rope import rope_tables
 
 Array = Any
+AllReduce = Callable[[Array], None]  #: makes of x [T, H] the sum of what all ranks have there
 
 
 class Device(Protocol):
-    """What a model needs of a device: its ops, and arrays for its buffers."""
+    """What a model needs of a device: its ops, the sum over its ranks, and arrays for its buffers."""
 
     @property
     def ops(self) -> Any: ...
     def array(self, host: np.ndarray) -> Array: ...
     def empty(self, shape: Any, dtype: Any) -> Array: ...
+    def new_all_reduce(self, max_rows: int, num_columns: int) -> AllReduce: ...
 
 
 class Pages(NamedTuple):
@@ -79,11 +81,16 @@ class GatedMLP:
 
 
 class Layer:
-    """A pre-norm transformer layer: h += attention(norm(h)); h += mlp(norm(h))."""
+    """A pre-norm transformer layer: h += attention(norm(h)); h += mlp(norm(h)).
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Any], index: int) -> None:
+    Where several ranks share a model, each has some of the heads and some of the MLP's columns, and all add up what theirs give
+    (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Any], index: int, all_reduce: AllReduce) -> None:
         prefix = f"layers.{index}."
         self.is_first = index == 0
+        self.all_reduce = all_reduce
         self.eps = config.norm_eps
         self.input_norm, self.post_norm = params[prefix + "input_norm"], params[prefix + "post_norm"]
         self.attention = Attention(config, params, prefix, config.windows[index])
@@ -97,8 +104,10 @@ class Layer:
         else:
             ops.add_rms_norm(x, h, x, self.input_norm, self.eps)
         self.attention(ops, x, x, buffers, batch, pages)
+        self.all_reduce(x)
         ops.add_rms_norm(x, h, x, self.post_norm, self.eps)
         self.mlp(ops, x, x, buffers)
+        self.all_reduce(x)
 
 
 class Buffers:
@@ -164,10 +173,12 @@ class Decoder:
         """
         self.config = config
         self.max_tokens, self.max_logit_rows = max_tokens, max_logit_rows
+        self.num_reductions = 1 + 2 * config.num_layers  #: sums over the ranks in :meth:`forward`, [T, H] each
         self._ops = device.ops
+        self._all_reduce = device.new_all_reduce(max_tokens, config.hidden_size)
         self._embed, self._norm = params["embed"], params["norm"]
         self._head = params.get("lm_head", params["embed"])
-        self._layers = [Layer(config, params, i) for i in range(config.num_layers)]
+        self._layers = [Layer(config, params, i, self._all_reduce) for i in range(config.num_layers)]
         self._buffers = Buffers(config, device, max_tokens, num_positions)
         self.logits = device.empty((max_logit_rows, config.vocab_size), np.float32)
         self._last = device.empty((max_logit_rows, config.hidden_size), np.float32)
@@ -181,6 +192,7 @@ class Decoder:
         """Run all layers over a batch: K and V are written into ``kv``, the hidden states kept for :meth:`compute_logits`."""
         ops, buffers = self._ops, self._buffers.rows(len(batch.token_ids))
         ops.embed(buffers.hidden, self._embed, batch.token_ids)
+        self._all_reduce(buffers.hidden)
         for index, layer in enumerate(self._layers):
             layer(ops, buffers, batch, Pages(*kv.layer(index)))
         ops.add(buffers.hidden, buffers.hidden, buffers.normed)

@@ -16,7 +16,7 @@ from .fields import (
     read_token_ids,
     read_windows,
 )
-from .plan import Parameter, Plan, TensorSpec
+from .plan import Parameter, Plan, Split, TensorSpec
 from .rope_config import read_max_length, read_rope
 
 ARCHITECTURES: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -65,14 +65,15 @@ def read_config(fields: Fields, architecture: str) -> ModelConfig:
 def parameters(config: ModelConfig) -> Plan:
     """What the decoder needs, by its names in a Hugging Face checkpoint."""
     vocabulary = (config.vocab_size, config.hidden_size)
-    found = [Parameter("embed", "linear", (TensorSpec("model.embed_tokens.weight", vocabulary, padded=True),))]
+    embedding = TensorSpec("model.embed_tokens.weight", vocabulary, padded=True)
+    found = [Parameter("embed", "linear", (embedding,), "vocabulary")]
     for i in range(config.num_layers):
         found += layer_parameters(config, i)
     found.append(Parameter("norm", "vector", (TensorSpec("model.norm.weight", (config.hidden_size,)),)))
     head = TensorSpec("lm_head.weight", vocabulary, padded=True)
     if config.tie_word_embeddings:
         return Plan(tuple(found), IGNORED, superseded=(head.name,))
-    return Plan((*found, Parameter("lm_head", "linear", (head,))), IGNORED, superseded=())
+    return Plan((*found, Parameter("lm_head", "linear", (head,), "vocabulary")), IGNORED, superseded=())
 
 
 def layer_parameters(config: ModelConfig, index: int) -> list[Parameter]:
@@ -87,18 +88,19 @@ def layer_parameters(config: ModelConfig, index: int) -> list[Parameter]:
             f"layers.{index}.{name}", "vector", (TensorSpec(f"model.layers.{index}.{tensor}.weight", (hidden,)),)
         )
 
-    def linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> list[Parameter]:
+    def linear(name: str, rows: dict[str, int], columns: int, bias: bool, split: Split = "rows") -> list[Parameter]:
         prefix = f"model.layers.{index}."
         weights = tuple(TensorSpec(f"{prefix}{tensor}.weight", (n, columns)) for tensor, n in rows.items())
         biases = tuple(TensorSpec(f"{prefix}{tensor}.bias", (n,)) for tensor, n in rows.items())
-        weight = Parameter(f"layers.{index}.{name}", "linear", weights)
-        return [weight, Parameter(f"layers.{index}.{name}_bias", "vector", biases)] if bias else [weight]
+        weight = Parameter(f"layers.{index}.{name}", "linear", weights, split)
+        bias_split: Split = "rows" if split == "rows" else "first"
+        return [weight, Parameter(f"layers.{index}.{name}_bias", "vector", biases, bias_split)] if bias else [weight]
 
     return [
         norm("input_norm", "input_layernorm"),
         *linear("qkv", qkv, hidden, config.attention_bias),
-        *linear("o", {"self_attn.o_proj": hidden}, query, config.attention_output_bias),
+        *linear("o", {"self_attn.o_proj": hidden}, query, config.attention_output_bias, "columns"),
         norm("post_norm", "post_attention_layernorm"),
         *linear("gate_up", gate_up, hidden, config.mlp_bias),
-        *linear("down", {"mlp.down_proj": hidden}, inter, config.mlp_bias),
+        *linear("down", {"mlp.down_proj": hidden}, inter, config.mlp_bias, "columns"),
     ]

@@ -15,12 +15,19 @@ class TensorSpec(NamedTuple):
     )
 
 
+#: What each of several ranks has of a parameter: "whole": all of it; "rows": its part of the rows of each tensor; "columns":
+#: its part of the columns; "vocabulary": the rows of some tokens; "first": all of it, and only rank 0, since what is added to
+#: a sum over ranks must be added once.
+Split = Literal["whole", "rows", "columns", "vocabulary", "first"]
+
+
 class Parameter(NamedTuple):
     """One parameter, made of one or more tensors stacked by rows in the order given (q, k and v to qkv)."""
 
     name: str
     role: Literal["linear", "vector"]  #: linear: a packed weight (N, K); vector: float32 [N]
     tensors: tuple[TensorSpec, ...]
+    split: Split = "whole"
 
 
 class Plan(NamedTuple):

@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,10 @@ class Program:
                 kernel.function(*args, Share(piece, pieces, 0))
 
 
+#: What :meth:`Team.record` makes: programs, and the Python functions that are to be called between them.
+Recording = list[Program | Callable[[], None]]
+
+
 class Team:
     """``num_threads`` threads, the calling one among them, that run programs together.
 
@@ -75,7 +79,7 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._scratch = np.empty(0, np.uint8)
-        self._program: Program | None = None
+        self._recording: Recording | None = None
         self._outer: list[Team | None] = []
         self._finish: weakref.finalize[..., Team] | None = None
         self._begin()
@@ -100,35 +104,51 @@ class Team:
         self._lock.release()
 
     @contextmanager
-    def record(self) -> Iterator[Program]:
-        """Ops called inside are not run but become a program."""
+    def record(self) -> Iterator[Recording]:
+        """Ops called inside are not run but become a program; where :meth:`call_python` is called, another one begins."""
         with self:
-            self._program = Program()
+            self._recording = [Program()]
             try:
-                yield self._program
+                yield self._recording
             finally:
-                self._program = None
+                self._recording = None
 
     def call(self, kernel: Kernel, args: tuple[Any, ...], units: int) -> None:
         """Run a kernel, or add it to the program that is being recorded. Its work may be cut into ``units``."""
         most = _PIECES * self.num_threads if self.num_threads > 1 else 1
-        program = Program() if self._program is None else self._program
+        recording: Recording = [Program()] if self._recording is None else self._recording
+        program = recording[-1]
+        assert isinstance(program, Program)
         program.add(kernel, args, max(1, min(units, most)))
-        if self._program is None:
-            self.run(program)
+        if self._recording is None:
+            self.run(recording)
 
-    def run(self, program: Program) -> None:
-        """Run a program; returns when it is done."""
+    def call_python(self, function: Callable[[], None]) -> None:
+        """Call what is no kernel, now, or in its place each time that what is being recorded is run."""
+        if self._recording is None:
+            function()
+        else:
+            self._recording += [function, Program()]
+
+    def run(self, recording: Recording) -> None:
+        """Run what was recorded; returns when it is done."""
+        with self._lock:
+            for part in recording:
+                if isinstance(part, Program):
+                    self._run_program(part)
+                else:
+                    part()
+
+    def _run_program(self, program: Program) -> None:
         if JIT_IS_DISABLED:
             program.run_in_python()
             return
-        with self._lock:
-            if self._finish is None:
-                self._start()
-            if len(program) > len(self._rows):
-                self._old_rows.append(self._rows)  # threads that are late may still look there
-                self._rows = _aligned(2 * len(program) * _ROW_WORDS).reshape(-1, _ROW_WORDS)
-            _native(_LEAD, (self._state, self._rows, program.table), 0, self.num_threads)
+        if self._finish is None:
+            self._start()
+        if len(program) > len(self._rows):
+            self._old_rows.append(self._rows)  # threads that are late may still look there
+            self._rows = _aligned(2 * len(program) * _ROW_WORDS).reshape(-1, _ROW_WORDS)
+        _native(_LEAD, (self._state, self._rows, program.table), 0, self.num_threads)
 
     def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""

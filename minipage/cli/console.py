@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType, TracebackType
 
+from ..errors import RankError
+
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  #: as the shell reports a program ended by SIGPIPE
@@ -31,7 +33,7 @@ def run_guarded(program: str, run: Callable[[], int]) -> int:
         # The interpreter flushes stdout once more when it ends; there is nobody to tell of that failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RankError) as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

@@ -59,6 +59,7 @@ ENGINE_OPTIONS = (
     ),
     Option("num_speculative_tokens", int, "most tokens guessed for a sequence and step"),
     Option("num_threads", int, "CPU threads; default: the physical cores"),
+    Option("tensor_parallel_size", int, "processes that share the model, as started by mpiexec -n"),
 )
 
 SAMPLING_OPTIONS = (

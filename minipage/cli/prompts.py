@@ -37,6 +37,10 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.file not in (None, "-"):
         with open(args.file, encoding="utf-8") as lines:
             prompts += parse_lines(lines, args.file)
+    elif getattr(args, "tensor_parallel_size", 1) > 1 and not prompts:
+        raise InvalidArgumentError(
+            "with --tensor-parallel-size give prompts as arguments or with --file; only one rank has standard input"
+        )
     elif args.file == "-" or (not prompts and not sys.stdin.isatty()):
         prompts += parse_lines(sys.stdin, "standard input")
     if not prompts:

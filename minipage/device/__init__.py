@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from .base import Device
+from .communicator import Communicator, join_ranks
 
-__all__ = ["Device", "open_device"]
+__all__ = ["Communicator", "Device", "join_ranks", "open_device"]
 
 
-def open_device(name: str = "auto", num_threads: int | None = None) -> Device:
+def open_device(name: str = "auto", num_threads: int | None = None, gpu: int | None = None) -> Device:
     """The device of that name: "cpu", "cuda", "cuda-sim", "reference", or "auto": CUDA where it works, else the CPU.
+
+    ``gpu`` is the number of the GPU to use where that is CUDA; None is the current one.
 
     Raises InvalidArgumentError where the device cannot be used here, saying what is missing.
     """
@@ -26,4 +29,4 @@ def open_device(name: str = "auto", num_threads: int | None = None) -> Device:
         return ReferenceDevice()
     from .cuda import open_cuda
 
-    return open_cuda(name)
+    return open_cuda(name, gpu)

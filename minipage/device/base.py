@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.ops import Array, Ops
+from .communicator import Communicator
 
 
 class StepShape(NamedTuple):
@@ -30,6 +32,7 @@ class Device(ABC):
     xp: Any
     ops: Ops
     has_own_memory = False  #: which nothing but what runs on the device uses
+    communicator = Communicator()  #: to the other ranks, where several compute a model together
 
     def array(self, host: np.ndarray) -> Array:
         """A host array on the device (the same object where the device is the host)."""
@@ -102,6 +105,34 @@ class Device(ABC):
     def recorded_shape(self, shape: StepShape, most: StepShape) -> StepShape | None:
         """What a step is padded to before its ops are recorded, within ``most``; None: it is not worth recording."""
         return shape._replace(num_blocks=most.num_blocks)
+
+    def join(self, communicator: Communicator) -> None:
+        """Be one of several ranks from now on. All of them have to call it."""
+        self.communicator = communicator
+
+    def new_all_reduce(self, max_rows: int, num_columns: int) -> Callable[[Array], None]:
+        """An op that makes of ``x`` [rows, columns] float32, contiguous, the sum of what all ranks have there.
+
+        It adds in the order of the ranks, so that all of them get the same bits, whatever the number of rows. All have to call
+        it. It may be recorded as the ops of ``ops`` are.
+        """
+        size = self.communicator.size
+        if size == 1:
+            return lambda x: None
+        room = self.empty((size * max_rows, num_columns), np.float32)
+
+        def all_reduce(x: Array) -> None:
+            parts = room[: size * len(x)].reshape(size, len(x), num_columns)
+            self._call(partial(self.communicator.all_gather, parts, x))
+            self.ops.add(x, parts[0], parts[1])
+            for part in parts[2:]:
+                self.ops.add(x, x, part)
+
+        return all_reduce
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call what is no op, in its place among ops that are recorded."""
+        function()
 
     def synchronize(self) -> None:  # noqa: B027  (what runs at once has nothing to wait for)
         """Wait for all ops launched so far."""

@@ -36,10 +36,11 @@ class HostDevice(Device):
         use_huge_pages(pages, num_blocks * pages.strides[1])
 
     def free_memory(self) -> int:
-        """Bytes of memory that the kernel calls available, within the control group's limit."""
+        """Bytes of memory that the kernel calls available, within the control group's limit; this rank's share of them."""
         available = _meminfo("MemAvailable")
         limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-        return available if limit is None else min(available, max(limit - (used or 0), 0))
+        free = available if limit is None else min(available, max(limit - (used or 0), 0))
+        return free // self.communicator.local_size
 
     def total_memory(self) -> int:
         """Bytes of memory of the machine, or of the control group where that is less."""
@@ -66,9 +67,12 @@ class CpuDevice(HostDevice):
         return self._team
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        with self._team.record() as program:
+        with self._team.record() as recording:
             function()
-        return partial(self._team.run, program)
+        return partial(self._team.run, recording)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._team.call_python(function)
 
     def close(self) -> None:
         """End the threads."""

@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import InvalidArgumentError, OutOfMemoryError, mebibytes
 from ..kernels.ops import Array
 from .base import Device, StepShape
+from .communicator import Communicator, MpiCommunicator, NcclCommunicator
 from .cpu import HostDevice
 
 _SWITCH = "NUMBA_ENABLE_CUDASIM"
@@ -44,20 +45,23 @@ class PaddedDevice(Device):
 
 
 class CudaDevice(PaddedDevice):
-    """The current NVIDIA GPU. Ops run on a stream of the device's own; what is recorded is a CUDA graph."""
+    """An NVIDIA GPU. Ops run on a stream of the device's own; what is recorded is a CUDA graph."""
 
     name = "cuda"
     has_own_memory = True
 
-    def __init__(self) -> None:
-        """Raises InvalidArgumentError where a GPU cannot be used from here, saying what is missing."""
-        _check_gpu()
+    def __init__(self, gpu: int | None = None) -> None:
+        """The GPU of that number; None is the current one. Raises InvalidArgumentError where it cannot be used from here,
+        saying what is missing.
+        """
+        _check_gpu(gpu)
         import cupy
 
         from ..kernels import cuda
 
         self.xp, self.ops = cupy, cuda
-        self._device = cupy.cuda.Device()
+        self._device = cupy.cuda.Device(gpu)
+        self._device.use()
         # What is on CUDA's default stream, loading for instance, and what is on this one wait for each other.
         self._stream = cupy.cuda.Stream()
 
@@ -125,6 +129,12 @@ class CudaDevice(PaddedDevice):
             graph = self._stream.end_capture()
         return partial(_launch, graph, function)
 
+    def join(self, communicator: Communicator) -> None:
+        """Arrays go to the other ranks by NCCL."""
+        if isinstance(communicator, MpiCommunicator):
+            communicator = NcclCommunicator(communicator.mpi)
+        super().join(communicator)
+
     def synchronize(self) -> None:
         self._device.synchronize()
 
@@ -158,10 +168,10 @@ class SimulatedCudaDevice(PaddedDevice, HostDevice):
         return _SIMULATOR_LOCK
 
 
-def open_cuda(name: str) -> Device:
+def open_cuda(name: str, gpu: int | None = None) -> Device:
     """The device "cuda" or "cuda-sim"; InvalidArgumentError for any other name, or where it cannot be used."""
     if name == "cuda":
-        return CudaDevice()
+        return CudaDevice(gpu)
     if name == "cuda-sim":
         return SimulatedCudaDevice()
     raise InvalidArgumentError(f"device={name!r} is not allowed; allowed: auto, cpu, cuda, cuda-sim, reference")
@@ -176,7 +186,7 @@ def cuda_is_available() -> bool:
     return True
 
 
-def _check_gpu() -> None:
+def _check_gpu(gpu: int | None = None) -> None:
     if _simulator_is_on():
         raise InvalidArgumentError(
             f'device="cuda" cannot be used while Numba simulates CUDA ({_SWITCH}=1); '
@@ -202,6 +212,10 @@ def _check_gpu() -> None:
         ) from error
     if count == 0:
         raise InvalidArgumentError(f'device="cuda": the NVIDIA driver shows no GPU; {_USE_CPU}')
+    if gpu is not None and gpu >= count:
+        raise InvalidArgumentError(
+            f'device="cuda": each rank needs a GPU of its own, and this machine has {count}; allowed: as many ranks on it'
+        )
     if capability < LEAST_CAPABILITY:
         raise InvalidArgumentError(
             f'device="cuda": this GPU has compute capability {_version(capability)}; '

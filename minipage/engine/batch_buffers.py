@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,26 @@ def array_bytes(shape: tuple[int, ...], dtype: type) -> int:
     return -(-prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
+class Entries(NamedTuple):
+    """Blocks of a block table that are new to an array of tables: they go to row ``row``, from column ``first`` on."""
+
+    row: int
+    first: int
+    blocks: list[int]
+
+
+class Contents(NamedTuple):
+    """The batch of a step as plain data, which other processes can be sent; see :class:`~minipage.models.batch.Batch`."""
+
+    shape: StepShape
+    token_ids: list[int]
+    positions: list[int]
+    query_start: list[int]
+    context_lens: list[int]
+    slots: list[list[int]]  #: a group each
+    tables: list[list[Entries]]  #: what is new, a group each
+
+
 class BatchBuffers:
     """Room for T tokens of S sequences, on the host and on the device; they are the same where the device is the host.
 
@@ -59,8 +80,11 @@ class BatchBuffers:
         max_model_len: int,
         block_size: int,
         num_groups: int,
+        rows_of: Callable[[list[int]], list[int]] = list,
     ) -> None:
+        """``rows_of`` tells the rows of tokens in the embedding, where they are not the tokens' ids."""
         self._block_size = block_size
+        self._rows_of = rows_of
         self.most = StepShape(max_tokens, max_num_seqs, -(-max_model_len // block_size))
         slots, tokens, lengths = (num_groups, max_tokens), (max_tokens,), (max_num_seqs + 1,)
         tables = (max_num_seqs, num_groups, self.most.num_blocks)
@@ -73,8 +97,8 @@ class BatchBuffers:
         host, self._device_tables = self._mirror.array(tables, np.int32)
         self._tables = [_Tables(host[:, group]) for group in range(num_groups)]
 
-    def fill(self, scheduled: Sequence[Scheduled]) -> StepShape:
-        """Write the batch of a step on the host, and say how large it is; :meth:`send` is to follow.
+    def describe(self, scheduled: Sequence[Scheduled]) -> Contents:
+        """The batch of a step, which is to be written next: of tables it has what is new since the one before.
 
         Sequence s owns the tokens query_start[s] .. query_start[s+1]. The slot of position p is
         table[p // block_size] * block_size + p % block_size.
@@ -89,21 +113,38 @@ class BatchBuffers:
             positions += range(first, first + item.num_tokens)
             query_start.append(len(positions))
             context_lens.append(first + item.num_tokens)
-        num_tokens, num_seqs = len(positions), len(scheduled)
-        host = self._host
-        host.token_ids[:num_tokens] = token_ids
-        host.positions[:num_tokens] = positions
-        host.query_start[: num_seqs + 1] = query_start
-        host.context_lens[:num_seqs] = context_lens
+        news, all_slots, widest = [], [], 0
         for group, rows in enumerate(self._tables):
             tables = [item.sequence.tables.tables[group] for item in scheduled]
-            rows.update(tables)
-            host.slots[group, :num_tokens] = [
-                slot
-                for item, table in zip(scheduled, tables, strict=True)
-                for slot in self._slots_of(table.blocks, item.sequence.num_computed, item.num_tokens)
-            ]
-        return StepShape(num_tokens, num_seqs, max(rows.widest for rows in self._tables))
+            news.append(rows.news(tables))
+            widest = max(widest, *(len(table.blocks) for table in tables))
+            all_slots.append(
+                [
+                    slot
+                    for item, table in zip(scheduled, tables, strict=True)
+                    for slot in self._slots_of(table.blocks, item.sequence.num_computed, item.num_tokens)
+                ]
+            )
+        shape = StepShape(len(positions), len(scheduled), widest)
+        return Contents(shape, token_ids, positions, query_start, context_lens, all_slots, news)
+
+    def write(self, contents: Contents) -> None:
+        """Write the batch of a step on the host; :meth:`send` is to follow."""
+        num_tokens, num_seqs, _ = contents.shape
+        host = self._host
+        host.token_ids[:num_tokens] = self._rows_of(contents.token_ids)
+        host.positions[:num_tokens] = contents.positions
+        host.query_start[: num_seqs + 1] = contents.query_start
+        host.context_lens[:num_seqs] = contents.context_lens
+        for rows, entries in zip(self._tables, contents.tables, strict=True):
+            rows.write(entries)
+        for group, slots in enumerate(contents.slots):
+            host.slots[group, :num_tokens] = slots
+
+    def forget(self) -> None:
+        """Let all of the next step's tables be new: one that was described may not have been written."""
+        for rows in self._tables:
+            rows.forget()
 
     def _slots_of(self, blocks: Sequence[int], first: int, count: int) -> Iterator[int]:
         """The slots of ``count`` positions from ``first`` on: block by block, those that follow each other in it."""
@@ -115,7 +156,7 @@ class BatchBuffers:
             first, count = first + inside, count - inside
 
     def send(self, used: StepShape, padded: StepShape) -> None:
-        """Take the batch that was filled to the device, padded with tokens that no sequence owns and no slot takes.
+        """Take the batch that was written to the device, padded with tokens that no sequence owns and no slot takes.
 
         Tables are sent where there is something new in them.
         """
@@ -164,17 +205,25 @@ class _Tables:
         self._host = host  #: [max_num_seqs, max_blocks]
         self._rows = [_Row() for _ in range(len(host))]
         self._has_news = False
-        self.widest = 0  #: the most blocks that one of the latest tables has
 
-    def update(self, tables: Sequence[BlockTable]) -> None:
-        """Make the first rows these tables."""
-        self.widest = 0
+    def news(self, tables: Sequence[BlockTable]) -> list[Entries]:
+        """What to write for the first rows to become these tables."""
+        found = []
         for index, (row, table) in enumerate(zip(self._rows, tables, strict=False)):
-            first, stop = row.follow(table), len(table.blocks)
-            if first < stop:
-                self._host[index, first:stop] = table.blocks[first:]
-                self._has_news = True
-            self.widest = max(self.widest, stop)
+            first = row.follow(table)
+            if first < len(table.blocks):
+                found.append(Entries(index, first, table.blocks[first:]))
+        return found
+
+    def write(self, entries: Sequence[Entries]) -> None:
+        """Write what is new."""
+        for row, first, blocks in entries:
+            self._host[row, first : first + len(blocks)] = blocks
+        self._has_news = self._has_news or bool(entries)
+
+    def forget(self) -> None:
+        """No row has been told of any table."""
+        self._rows = [_Row() for _ in self._rows]
 
     def take_news(self) -> bool:
         """Whether something was written since this was asked last."""

@@ -157,6 +157,12 @@ class PrefixStore:
         }
 
     def _prefixes(self) -> PrefixCache:
+        size = self._device.communicator.size
+        if size > 1:
+            raise InvalidArgumentError(
+                f"tensor_parallel_size={size}: K and V are spread over the ranks, so the prefix cache can be neither saved nor "
+                "loaded; allowed: 1"
+            )
         if self._blocks.prefixes is None:
             raise InvalidArgumentError(
                 "enable_prefix_caching=False: there is no prefix cache to save or to load into; allowed: True"

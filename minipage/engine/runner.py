@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..cache import copy_launches
+from ..cache import BlockCopy, Swap, copy_launches
 from ..device.base import Device, StepShape
 from ..device.kv_cache import KVCache
 from ..models.decoder import Decoder
-from .batch_buffers import BatchBuffers, Mirror, array_bytes
+from .batch_buffers import BatchBuffers, Contents, Mirror, array_bytes
 from .preemption import PreemptionCost
 from .step import Step
 
 _RECORDINGS = 64  #: of the latest shapes of steps that are kept; one takes some hundred kilobytes
+
+
+class Work(NamedTuple):
+    """What is done in a step, in this order, as plain data: swaps, copies, and the computing of a batch."""
+
+    swaps_out: Sequence[Swap]
+    swaps_in: Sequence[Swap]
+    copies: Sequence[BlockCopy]
+    batch: Contents
 
 
 class Runner:
@@ -34,8 +44,9 @@ class Runner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        rows_of: Callable[[list[int]], list[int]] = list,
     ) -> None:
-        """``cost`` is told how long swaps and steps take."""
+        """``cost`` is told how long swaps and steps take; ``rows_of`` is for :class:`.batch_buffers.BatchBuffers`."""
         self._device = device
         self._cost = cost
         self._model = model
@@ -47,6 +58,7 @@ class Runner:
             max_model_len=max_model_len,
             block_size=kv.shape.block_size,
             num_groups=kv.num_groups,
+            rows_of=rows_of,
         )
         rows = (model.max_logit_rows,), np.int32
         self._rows_mirror = Mirror(device, array_bytes(*rows))
@@ -62,15 +74,20 @@ class Runner:
 
     def execute(self, step: Step) -> None:
         """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
+        self.compute(Work(step.swaps_out, step.swaps_in, step.copies, self._batch.describe(step.scheduled)))
+
+    def compute(self, work: Work) -> None:
+        """Do the work of a step."""
+        used = work.batch.shape
         with self._device.compute():
-            self._swap(step)
+            self._swap(work)
             if self._num_tokens:
                 self._device.synchronize()  # the last batch may still be on its way to the device
-            self._started, self._num_tokens = time.perf_counter(), step.num_tokens
-            for launch in copy_launches(step.copies):
+            self._started, self._num_tokens = time.perf_counter(), used.num_tokens
+            for launch in copy_launches(work.copies):
                 self.kv.copy(launch)
-            used = self._batch.fill(step.scheduled)
-            padded = self._device.recorded_shape(used, self._batch.most)
+            self._batch.write(work.batch)
+            padded = self._padded(used)
             self._batch.send(used, padded or used)
             self.kv.expect_writes(self._batch.slots(used.num_tokens))
             if padded is None:
@@ -78,12 +95,16 @@ class Runner:
             else:
                 self._forward(padded)()
 
-    def _swap(self, step: Step) -> None:
-        num_blocks = len(step.swaps_out) + len(step.swaps_in)
+    def _padded(self, used: StepShape) -> StepShape | None:
+        """The shape to record a step for; None where it is not to be recorded."""
+        return self._device.recorded_shape(used, self._batch.most)
+
+    def _swap(self, work: Work) -> None:
+        num_blocks = len(work.swaps_out) + len(work.swaps_in)
         if num_blocks:
             start = time.perf_counter()
-            self.kv.swap_out(step.swaps_out)
-            self.kv.swap_in(step.swaps_in)
+            self.kv.swap_out(work.swaps_out)
+            self.kv.swap_in(work.swaps_in)
             self._device.synchronize()
             self._cost.swapped(num_blocks, time.perf_counter() - start)
 
@@ -105,6 +126,10 @@ class Runner:
             logits = self._device.host(self._model.logits[: len(rows)])
         self._note_time()
         return logits
+
+    def close(self) -> None:
+        """Give back what the device holds. Nothing can be run afterwards."""
+        self._device.close()
 
     def _note_time(self) -> None:
         """The first results of a step that were waited for tell how long it took."""

@@ -16,9 +16,8 @@ from ..errors import ModelLoadError
 from ..kernels.dtypes import to_float32
 from ..kernels.ops import Ops, PackedWeight
 from ..kernels.quantization import GROUP_KINDS, quantize
-from ..models import ModelConfig, Parameter, Plan, TensorSpec
-from .importance import input_importance
-from .source import Array, TensorSource
+from ..models import Parameter, Plan, TensorSpec
+from .source import Array, TensorReader, TensorSource
 
 CHUNK_BYTES = 2 << 20  #: of float32 rows, read and packed at once; conversions take a few times that
 ROW_MULTIPLE = 64  #: rows of a weight at whose multiples chunks begin: no two threads write to one panel of a layout
@@ -51,19 +50,18 @@ class Piece(NamedTuple):
 
 def load_parameters(
     plan: Plan,
-    source: TensorSource,
+    source: TensorReader,
     kinds: Mapping[str, str],
     device: Device,
-    config: ModelConfig,
+    importance: Mapping[str, Array],
     num_threads: int = 1,
 ) -> dict[str, Any]:
     """All parameters of ``plan`` by name: a PackedWeight for linear roles, float32 device arrays for vectors.
 
-    ``kinds`` has the kind of each weight, by the parameter's name. Raises ModelLoadError, before anything is allocated,
-    where tensors are missing, unknown, misshapen or of a dtype that cannot be read; and where a value does not fit its kind.
+    The tensors have to fit the plan, as :func:`check` sees to. ``kinds`` has the kind of each weight, ``importance`` that of the
+    inputs of those that are quantised to 4 bits (:mod:`.importance`), both by the parameter's name. Raises ModelLoadError where
+    a value does not fit its kind.
     """
-    check(plan, source)
-    importance = input_importance(plan, source, kinds, config)
     loaded: dict[str, Any] = {}
     chunks: list[list[Piece]] = []
     for parameter in plan.parameters:
@@ -83,7 +81,7 @@ def load_parameters(
     return loaded
 
 
-def load_vector(parameter: Parameter, source: TensorSource, device: Device) -> Any:
+def load_vector(parameter: Parameter, source: TensorReader, device: Device) -> Any:
     """The stacked tensors as one float32 device array [N]."""
     return device.array(np.concatenate([to_float32(source.read(spec.name)) for spec in parameter.tensors]))
 
@@ -102,7 +100,7 @@ def chunks_of(parameter: Parameter, weight: PackedWeight, importance: Array | No
         yield pieces
 
 
-def load_chunk(pieces: Sequence[Piece], source: TensorSource, ops: Ops) -> None:
+def load_chunk(pieces: Sequence[Piece], source: TensorReader, ops: Ops) -> None:
     """Read and pack: rows that are quantised as the weight is stay as they are."""
     for tensor, start, stop, weight, first, importance in pieces:
         if weight.kind in GROUP_KINDS and source.kind(tensor) == weight.kind:

@@ -12,7 +12,7 @@ from helpers import models, ref
 from helpers.checks import assert_idle_and_whole, greedy_params, logprob_matrix, result
 
 from minipage import LLM, SamplingParams
-from minipage.engine.loading import group_layers
+from minipage.engine.cache_setup import group_layers
 from minipage.errors import InvalidArgumentError
 from minipage.outputs import RequestOutput
 

@@ -78,7 +78,9 @@ class FillingMemory(Memory):
     def move(self, step: Step) -> None:
         super().move(step)
         if step.scheduled:
-            self.used = self.buffers.fill(step.scheduled)
+            contents = self.buffers.describe(step.scheduled)
+            self.buffers.write(contents)
+            self.used = contents.shape
             self.padded = self.pad(self.used)
             self.buffers.send(self.used, self.padded)
 
@@ -198,3 +200,29 @@ def test_tables_are_sent_where_there_is_something_new() -> None:
     without = min(device.sent)
     with_tables = without + 2 * 4 * -(-MAX_MODEL_LEN // BLOCK)
     assert device.sent == [with_tables, with_tables, *[without] * (BLOCK - 1), with_tables]
+
+
+def test_what_was_described_and_not_written_comes_again() -> None:
+    """After a step that failed, its tables are written anew."""
+    world = World(32, 4, 64, caching=False)
+    buffers = make_buffers(open_device("reference"), world)
+    world.memory = FillingMemory(world.blocks, buffers)
+    world.add(0, [1] * 7, 1)
+    step = world.scheduler.schedule()
+    lost = buffers.describe(step.scheduled)
+    assert buffers.describe(step.scheduled).tables == [[]]
+    buffers.forget()
+    assert buffers.describe(step.scheduled) == lost
+
+
+def test_rows_of_an_embedding_that_has_some_tokens() -> None:
+    """Token ids are turned into rows when they are written; what is described has them as they are."""
+    world = World(32, 4, 64, caching=False)
+    device = open_device("reference")
+    sizes = {"max_tokens": 8, "max_num_seqs": 1, "max_model_len": 8, "block_size": BLOCK, "num_groups": 1}
+    buffers = BatchBuffers(device, **sizes, rows_of=lambda ids: [100 - token for token in ids])
+    world.add(0, [1, 2, 3], 1)
+    contents = buffers.describe(world.scheduler.schedule().scheduled)
+    assert contents.token_ids == [1, 2, 3]
+    buffers.write(contents)
+    assert buffers.batch(contents.shape).token_ids.tolist() == [99, 98, 97]

@@ -192,6 +192,23 @@ def test_ops_outside_of_a_team_run_on_the_calling_thread() -> None:
     assert current() is alone
 
 
+def test_python_between_kernels(team: Team) -> None:
+    """A function that is called while a step is recorded runs in its place, each time; without a recording, at once."""
+    x, y, seen = np.ones((4, 8), np.float32), np.full((4, 8), 2, np.float32), []
+    with team.record() as program:
+        cpu.add(x, x, y)
+        team.call_python(lambda: seen.append(float(x[0, 0])))
+        team.call_python(lambda: x.__imul__(np.float32(10)))
+        cpu.add(x, x, y)
+    assert seen == []
+    team.run(program)
+    assert seen == [3] and np.all(x == 32)
+    team.run(program)
+    assert seen == [3, 34] and np.all(x == 342)
+    team.call_python(lambda: seen.append(0.0))
+    assert seen[-1] == 0
+
+
 def test_an_error_while_recording_leaves_the_team_as_it_was(team: Team) -> None:
     """An op that refuses its arguments ends the recording, and the next one is whole."""
     layers = Layers(8, depth=1)

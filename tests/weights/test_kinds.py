@@ -76,8 +76,8 @@ def test_auto_keeps_what_a_gguf_file_has(matrix_type: str, kind: str, tmp_path: 
     checkpoint, device = open_checkpoint(str(path)), open_device("reference")
     config, source = checkpoint.model_config(), checkpoint.source
     plan = parameters(config)
-    kept = load_parameters(plan, source, found, device, config, num_threads=3)
-    wide = load_parameters(plan, source, dict.fromkeys(found, "float32"), device, config)
+    kept = load_parameters(plan, source, found, device, {}, num_threads=3)
+    wide = load_parameters(plan, source, dict.fromkeys(found, "float32"), device, {})
     for name, weight in kept.items():
         if not isinstance(weight, PackedWeight):
             assert_same_bits(weight, wide[name])
@@ -99,7 +99,7 @@ def test_stacks_of_different_types(tmp_path: Path) -> None:
     assert {found[name] for name in ("layers.1.qkv", "layers.0.gate_up", "layers.0.down", "embed")} == {"int4"}
     checkpoint, device = open_checkpoint(str(path)), open_device("reference")
     config = checkpoint.model_config()
-    loaded = load_parameters(parameters(config), checkpoint.source, found, device, config, num_threads=2)
+    loaded = load_parameters(parameters(config), checkpoint.source, found, device, {}, num_threads=2)
     for name, stem, tensors in (
         ("layers.0.qkv", "model.layers.0.self_attn.", ("q_proj", "k_proj", "v_proj")),
         ("layers.1.gate_up", "model.layers.1.mlp.", ("gate_proj", "up_proj")),

@@ -20,6 +20,7 @@ from minipage.kernels.ops import PackedWeight
 from minipage.models import parameters
 from minipage.weights import loader
 from minipage.weights.checkpoint import open_checkpoint
+from minipage.weights.importance import input_importance
 from minipage.weights.kinds import weight_kinds
 from minipage.weights.loader import load_parameters
 
@@ -54,8 +55,10 @@ def load(path: Path, device: Any = None, dtype: str = "float32", quantization: s
     try:
         config = checkpoint.model_config()
         plan = parameters(config)
+        loader.check(plan, checkpoint.source)
         kinds = weight_kinds(plan, checkpoint.source, config.dtype, dtype, quantization)
-        return load_parameters(plan, checkpoint.source, kinds, device or PlainDevice(), config, num_threads=2)
+        importance = input_importance(plan, checkpoint.source, kinds, config)
+        return load_parameters(plan, checkpoint.source, kinds, device or PlainDevice(), importance, num_threads=2)
     finally:
         checkpoint.close()
 

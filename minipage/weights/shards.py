@@ -2,8 +2,8 @@
 
 Attention heads and MLP columns are split as in Megatron-LM (Shoeybi et al. 2019, section 3): the matrices before them by rows,
 those after them by columns, so that each rank's outputs are summands of the whole's. Embedding and head are split by tokens,
-since they are a quarter of a small model with a large vocabulary, and the head is read in every step: behind a rank's tokens
-is a row of zeros, which stands for the tokens of other ranks, so that embeddings are summands, too.
+since they are a large part of small models, and the head is read in every step: behind a rank's tokens is a row of zeros,
+which stands for the tokens of other ranks, so that embeddings are summands, too.
 """
 
 from __future__ import annotations

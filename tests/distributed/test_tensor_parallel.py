@@ -81,6 +81,21 @@ def test_models_with_biases_or_one_matrix_for_embedding_and_head(name: str, rank
     assert json.loads(done.stdout)["tokens"] == alone["tokens"]
 
 
+def test_simulated_gpus(model: Any) -> None:
+    """Ranks whose steps are padded for recording give the tokens of a CPU."""
+    code = """
+import sys
+sys.path.insert(0, "..")
+from minipage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device=sys.argv[2], block_size=4, num_blocks=20, tensor_parallel_size=int(sys.argv[3]))
+outputs = llm.generate([[5, 6, 7, 8, 9], [1, 2], [3]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+print([output.outputs[0].token_ids for output in outputs])
+"""
+    alone, found = run(["-c", code, model(), "cpu", "1"], 1), run(["-c", code, model(), "cuda-sim", "2"])
+    assert found.returncode == alone.returncode == 0, found.stderr
+    assert found.stdout == alone.stdout and found.stdout.count(",") > 6
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("trouble", "device"), [("sum", "cpu"), ("layer", "reference")])
 def test_a_step_that_fails_on_one_rank_fails_on_all(model: Any, trouble: str, device: str, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,23 @@ def test_shards_of_a_quantised_file(matrix_type: str, tmp_path: Path) -> None:
     found = joined(plan, [load(checkpoint, Shard(rank, 2), None)[1] for rank in range(2)])
     for name, expected in whole.items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+def test_loading_a_shard_takes_the_memory_of_a_shard(tmp_path: Path) -> None:
+    """Of matrices that are split by columns some rows at a time are held whole, and no matrix is."""
+    config = {**HISTORY_CONFIG, "hidden_size": 256, "intermediate_size": 16384, "num_hidden_layers": 2}
+    checkpoint = open_checkpoint(str(write_folder(tmp_path, config, history_tensors(3, config))))
+    plan, device, shard = parameters(checkpoint.model_config()), open_device("reference"), Shard(1, 2)
+    kinds = weight_kinds(plan, checkpoint.source, "float32", "auto", None)
+    tracemalloc.start()
+    try:
+        loaded = load_parameters(shard.plan(plan), ShardedSource(checkpoint.source, plan, shard), kinds, device, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    own = sum(parameter.nbytes for parameter in loaded.values())
+    assert own > 48 << 20
+    assert peak < own + (16 << 20)
 
 
 def test_tokens_of_a_shard() -> None:

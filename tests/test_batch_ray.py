@@ -1,0 +1,217 @@
+"""scripts/batch_ray.py: every prompt of a file is completed once, by any number of workers, however often the job is killed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.talker import talker
+
+from minipage import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "batch_ray.py"
+TIMEOUT = 240  #: seconds for a job that takes some ten, most of them to start Ray
+LENGTH = 60  #: tokens of a completion
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the talker."""
+    return str(talker(tmp_path_factory.mktemp("talker")))
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("batch_ray", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- two workers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_killed_goes_on_where_it_was(model: str, tmp_path: Path) -> None:
+    """Two workers; after a SIGKILL in the middle, the results that were there stay, the others come, each once and right."""
+    prompts = [{"id": i if i % 2 else f"{i}", "prompt": f"{i}~" if i % 3 else f"{i}>"} for i in range(60)]
+    prompts.append({"id": "chat", "messages": [{"role": "user", "content": "Capital>"}]})
+    prompts.append({"id": "short", "prompt": "1~", "params": {"max_tokens": 3, "n": 2}})
+    prompts.append({"id": "long", "prompt": "x" * 5000})
+    file, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    file.write_text("\n".join(map(json.dumps, prompts)))
+    options = {"model": model, "device": "reference", "num-blocks": 64, "max-num-seqs": 2, "max-tokens": LENGTH}
+    command = [sys.executable, str(SCRIPT), str(file), str(results), "--num-workers=2", "--cpus-per-worker=1"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as job:
+        end = time.monotonic() + TIMEOUT
+        while len(lines_of(results)) < 10 and job.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGKILL)
+    before = lines_of(results)
+    assert 10 <= len(before) < len(prompts), "the job was to be killed in the middle"
+    with open(results, "a") as unfinished:
+        unfinished.write('{"id": 1, "outp')
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(results)
+    assert lines[: len(before)] == before
+    found = {(type(r["id"]), r["id"]): r for r in map(json.loads, lines)}
+    assert len(found) == len(lines) == len(prompts)
+    assert "max_model_len" in found.pop((str, "long"))["error"]
+    with LLM(model, device="reference", num_blocks=64) as llm:
+        for prompt in prompts[:-1]:
+            params = SamplingParams(temperature=0, **{"max_tokens": LENGTH, **prompt.get("params", {})})
+            ask = (
+                llm.chat(prompt["messages"], params) if "messages" in prompt else llm.generate(prompt["prompt"], params)
+            )
+            expected = [list(completion.token_ids) for completion in ask[0].outputs]
+            assert [o["token_ids"] for o in found[type(prompt["id"]), prompt["id"]]["outputs"]] == expected
+
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert again.returncode == 0 and lines_of(results) == lines
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines that are there whole."""
+    return file.read_text().split("\n")[:-1] if file.exists() else []
+
+
+def test_a_worker_that_cannot_start_is_told(tmp_path: Path) -> None:
+    """The job ends with the reason, and what is left."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": 1, "prompt": "a"}\n')
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        str(file),
+        str(tmp_path / "results.jsonl"),
+        f"--model={tmp_path / 'nothing'}",
+    ]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2
+    assert "nothing" in done.stderr and "a worker ended" in done.stderr
+    assert "error: 1 of 1 prompts are left, and no worker served any" in done.stderr
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def arguments(tmp_path: Path, num_prompts: int, **changes: Any) -> argparse.Namespace:
+    """What the command line says, for a file of so many prompts."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": "a>"}) + "\n" for i in range(num_prompts)))
+    given = {
+        "prompts": file,
+        "results": tmp_path / "results.jsonl",
+        "num_workers": 2,
+        "gpus_per_worker": 0,
+        "num_blocks": 9,
+    }
+    return argparse.Namespace(**(given | changes))
+
+
+def test_what_a_worker_leaves_is_served_in_another_round(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as a round brings something; then it is an error, and what is there stays."""
+    rounds: list[list[int]] = []
+
+    def run_round(tasks: Sequence[Any], results: Any, args: Any, bar: Any) -> list[str]:
+        rounds.append([task.id for task in tasks])
+        for task in tasks[: len(tasks) // 2]:
+            results.add({"id": task.id, "outputs": []})
+        return ["its machine went away"]
+
+    monkeypatch.setattr(script, "run_round", run_round)
+    monkeypatch.setattr(script, "start_ray", lambda args: None)
+    with pytest.raises(ValueError, match="1 of 5 prompts are left, and no worker served any"):
+        script.run(arguments(tmp_path, 5))
+    assert rounds == [[0, 1, 2, 3, 4], [2, 3, 4], [3, 4], [4]]
+    assert "a worker ended: its machine went away" in capsys.readouterr().err
+    assert [json.loads(line)["id"] for line in lines_of(tmp_path / "results.jsonl")] == [0, 1, 2, 3]
+
+
+def test_tasks_are_taken_once_and_by_fewer_at_the_end(script: ModuleType) -> None:
+    """A worker gets half of its share of what is left, or as much as it has room for."""
+    queue = script.Queue(range(100), 2)
+    taken = []
+    while part := queue.take(20):
+        taken.append(part)
+    assert [task for part in taken for task in part] == list(range(100))
+    assert [len(part) for part in taken][:4] == [20, 20, 15, 12] and len(taken[-1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not JSON", "line 2: Expecting value"),
+        ("[1]", r'line 2: an object with "id", "prompt" or "messages", and "params" is wanted'),
+        ('{"id": 1, "prompt": "a", "max_tokens": 3}', "line 2: an object"),
+        ('{"prompt": "a"}', "line 2: id None is not allowed; it must be a string or an integer"),
+        ('{"id": true, "prompt": "a"}', "line 2: id True is not allowed"),
+        ('{"id": 0, "prompt": "a"}', "line 2: id 0 is that of an earlier line, too"),
+        ('{"id": 1}', 'line 2: one of "prompt", a string, and "messages", a list, is wanted'),
+        ('{"id": 1, "prompt": "a", "messages": []}', 'line 2: one of "prompt"'),
+        ('{"id": 1, "prompt": "a", "params": {"max_tokens": -1}}', "line 2: max_tokens is -1"),
+        ('{"id": 1, "prompt": "a", "params": {"no": 1}}', "line 2: .*unexpected keyword argument 'no'"),
+        ('{"id": 1, "prompt": "a", "params": 3}', "line 2: params 3 is not allowed"),
+    ],
+)
+def test_bad_lines_are_named_before_anything_starts(
+    script: ModuleType, line: str, message: str, tmp_path: Path
+) -> None:
+    """With the file and the number of the line."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"id": 0, "prompt": "a"}}\n{line}\n')
+    with pytest.raises(ValueError, match=message):
+        script.read_tasks(file, SamplingParams())
+
+
+def test_the_file_of_results(script: ModuleType, tmp_path: Path) -> None:
+    """One job at a time writes it, and nothing that is none of its own is overwritten."""
+    file = tmp_path / "results.jsonl"
+    results = script.Results(file)
+    results.add({"id": "a", "outputs": []})
+    with pytest.raises(ValueError, match="is being written by another job"):
+        script.Results(file)
+    results.close()
+    results = script.Results(file)
+    assert results.done == {"a"}
+    results.close()
+    for foreign in ("some text\n", "some text", "[1]\n", '{"name": 3}\n'):
+        file.write_text(foreign)
+        with pytest.raises(ValueError, match="line 1 is not a result of this program"):
+            script.Results(file)
+        assert file.read_text() == foreign
+
+
+def test_what_the_command_line_refuses(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ray is started; and what is missing where there is none."""
+    with pytest.raises(ValueError, match="num_workers=0 is not allowed"):
+        script.run(arguments(tmp_path, 1, num_workers=0))
+    unsized = arguments(tmp_path, 1)
+    del unsized.num_blocks
+    with pytest.raises(ValueError, match="give --kv-cache-memory or --num-blocks"):
+        script.run(unsized)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"needs Ray, .* allowed: with minipage\[dist\]"):
+        script.run(arguments(tmp_path, 1))

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +110,8 @@ def _one_process_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
+    import tempfile  # takes a while, and most processes compile nothing
+
     with _progress(name):
         code = compile()
     try:
@@ -145,7 +146,9 @@ def _progress(name: str) -> Iterator[None]:
 
 def _load(code: bytes) -> int:
     _initialize()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    nothing = llvm.parse_assembly("")
+    engine = llvm.create_mcjit_compiler(nothing, _target_machine())
+    engine.remove_module(nothing)  # to compile it would take three times as long as the rest
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,7 +204,7 @@ def _path(path: str | os.PathLike[str]) -> Path:
 
 def _write(file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write beside the file and put it in its place, so that it is there whole or as it was."""
-    unfinished = file.with_name(f".{uuid.uuid4().hex}.unfinished")
+    unfinished = file.with_name(f".{os.urandom(16).hex()}.unfinished")
     try:
         safetensors.numpy.save_file(tensors, unfinished, metadata)
         os.replace(unfinished, file)

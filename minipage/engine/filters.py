@@ -20,6 +20,7 @@ Ids = NDArray[np.intp]
 
 _DRAW_BLOCK = 256  # weights summed at once by a draw, so that only one block is summed step by step
 _FIRST_NUCLEUS = 256  # how many of the most likely tokens top-p looks at first; then at eight times as many, and so on
+_BUCKET_BITS = 15  # of a float32's 23, by which weights in one bucket may differ
 _GROUPS = 16  # for each of the largest values sought, whose maxima tell how large those are at least
 _TEMPERATURES = (1e-30, 1e30)  # what float32 can divide by; colder and hotter than this looks the same
 
@@ -103,16 +104,58 @@ def _nucleus(weights: Floats, top_p: float) -> Floats:
     wanted = top_p * np.array([[row.sum(dtype=np.float64)] for row in weights])
     count = min(_FIRST_NUCLEUS, weights.shape[1])
     mass, heaviest = _mass(weights, count)
-    while count < weights.shape[1] and (mass[:, -1:] < wanted).any():
-        count = min(8 * count, weights.shape[1])
-        mass, heaviest = _mass(weights, count)
-    is_kept = mass < wanted
-    is_kept[:, 1:] = is_kept[:, :-1]  # the token that crosses too
-    is_kept[:, 0] = True
     nucleus = np.zeros(weights.shape, np.float32)
+    is_kept = _is_before(mass, wanted)
     rows, kept = is_kept.nonzero()[0], heaviest[is_kept]
     nucleus[rows, kept] = weights[rows, kept]
+    if count < weights.shape[1]:
+        for row in (mass[:, -1] < wanted[:, 0]).nonzero()[0]:
+            kept = _wide_nucleus(weights[row], float(wanted[row, 0]))
+            nucleus[row, kept] = weights[row, kept]
     return nucleus
+
+
+def _is_before(mass: Sums, wanted: Sums | float) -> NDArray[np.bool_]:
+    """Where cumulative weights [R, K] have not reached what is wanted, and the one that crosses."""
+    is_kept: NDArray[np.bool_] = mass < wanted
+    is_kept[:, 1:] = is_kept[:, :-1]
+    is_kept[:, 0] = True
+    return is_kept
+
+
+def _wide_nucleus(weights: Floats, wanted: float) -> Ids:
+    """Positions of the nucleus of weights [V] where it is more than a few tokens."""
+    kept = _flat_nucleus(weights, wanted)
+    count = _FIRST_NUCLEUS
+    while kept is None:
+        count = min(8 * count, weights.size)
+        mass, heaviest = _mass(weights[None], count)
+        if count == weights.size or mass[0, -1] >= wanted:
+            kept = heaviest[_is_before(mass, wanted)]
+    return kept
+
+
+def _flat_nucleus(weights: Floats, wanted: float) -> Ids | None:
+    """The same without sorting all of it, or None where it has tokens too light for that.
+
+    Weights are counted into buckets, heaviest first, and sorted only in the bucket that crosses. Float64 holds the sums of so
+    heavy weights exactly, so that no sum depends on the order that it is made in: with a last bit of at least 2^-k each,
+    and none above 1, V of them need k + log2(V) bits.
+    """
+    last_bit = np.finfo(np.float64).nmant + 1 - weights.size.bit_length()
+    positions = (weights >= 2.0 ** (np.finfo(np.float32).nmant - last_bit)).nonzero()[0]
+    heavy = weights[positions]
+    buckets = (np.float32(1).view(np.int32) - heavy.view(np.int32)) >> _BUCKET_BITS
+    sums = np.bincount(buckets, weights=heavy).cumsum()
+    crossing = int(np.searchsorted(sums, wanted))
+    if crossing == sums.size:
+        return None
+    inside = (buckets == crossing).nonzero()[0]
+    inside = inside[_order(heavy[inside])]
+    mass = (sums[crossing - 1] if crossing else 0.0) + heavy[inside].cumsum(dtype=np.float64)
+    inside = inside[_is_before(mass[None], wanted)[0]]
+    kept: Ids = positions[np.concatenate([(buckets < crossing).nonzero()[0], inside])]
+    return kept
 
 
 def _mass(weights: Floats, count: int) -> tuple[Sums, Ids]:

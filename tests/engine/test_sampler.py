@@ -12,6 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from minipage.engine.filters import Candidates, Filters
+from minipage.engine.filters import draw as draw_rows
 from minipage.engine.sampler import SampledToken, SamplingError, SamplingRow, prompt_logprobs, sample
 from minipage.sampling_params import SamplingParams
 
@@ -439,3 +441,30 @@ def test_top_logprobs_of_equal_logits_are_the_lowest_ids() -> None:
     assert [rank for _, _, rank in token.top] == [
         1 + int((logits > logits[0, i]).sum()) for i in (*likeliest, unlikely)
     ]
+
+
+# ---- wide nuclei -----------------------------------------------------------------------------------------------------
+
+
+def plain_nucleus(logits: np.ndarray, top_p: float) -> set[int]:
+    """The tokens of a nucleus by its definition: all of the row sorted, and summed from the heaviest on."""
+    weights = np.exp(logits - logits.max())
+    order = np.argsort(-weights, kind="stable")
+    mass = weights[order].cumsum(dtype=np.float64)
+    count = 1 + int((mass[:-1] < top_p * weights.sum(dtype=np.float64)).sum())
+    return set(order[:count].tolist())
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999, 0.9999999, 1 - 2.0**-53])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize("size", [300, 5000, 70_000])
+def test_a_nucleus_of_any_width_is_the_plain_one(size: int, spread: float, top_p: float) -> None:
+    """Flat rows and steep ones, and rows with many equal logits: the last token of a nucleus is drawn, none beyond it."""
+    rng = np.random.default_rng(size)
+    smooth = (spread * rng.standard_normal(size)).astype(np.float32)
+    for logits in (smooth, np.round(smooth * 4) / 4):
+        nucleus = plain_nucleus(logits, top_p)
+        [last] = draw_rows([Candidates(None, logits)], Filters(1.0, 0, top_p, 0.0), [1.0])
+        assert last == max(nucleus)
+        drawn = draw_rows([Candidates(None, logits)] * 50, Filters(1.0, 0, top_p, 0.0), rng.random(50).tolist())
+        assert set(drawn) <= nucleus

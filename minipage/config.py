@@ -16,6 +16,7 @@ QUANTIZATIONS = (None, "int8", "int4")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 SPECULATIVE_METHODS = (None, "ngram")
 MOST_SPECULATIVE_TOKENS = 8
+MOST_THREADS = 1024
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -95,7 +96,7 @@ class EngineConfig:
                 self._set(name, _integer(name, getattr(self, name), 1, (1 << 31) - 1))
         self._set("attention_sinks", _integer("attention_sinks", self.attention_sinks, 0, (1 << 31) - 1))
         if self.num_threads is not None:
-            self._set("num_threads", _integer("num_threads", self.num_threads, 1, 1 << 12))
+            self._set("num_threads", _integer("num_threads", self.num_threads, 1, MOST_THREADS))
         self._set("seed", _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1))
         if self.gpu_memory_utilization is not None:
             self._check_utilization(self.gpu_memory_utilization)

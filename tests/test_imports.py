@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": set(),
     "kernels": set(),
     "models": set(),
-    "device": {"kernels", "errors"},
+    "device": {"kernels", "config", "errors"},
     "weights": {"kernels", "models", "errors"},
     "text": {"errors"},
     "engine": {

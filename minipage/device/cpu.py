@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..config import MOST_THREADS
 from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
 from .huge_pages import use_huge_pages, use_small_pages
-
-MOST_THREADS = 1024  #: of a team
 
 
 class HostDevice(Device):

@@ -14,7 +14,9 @@ import pytest
 from helpers import models, ref
 from helpers.checks import assert_idle_and_whole, greedy_params, logprob_matrix
 
-from minipage import LLM
+from minipage import LLM, InvalidArgumentError
+from minipage.config import EngineConfig
+from minipage.device import open_device
 
 SEED = 10
 NEW = 6
@@ -74,3 +76,11 @@ def test_settings_of_a_process(
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
     assert tokens == expected[0]
     np.testing.assert_allclose(logprobs, expected[1], atol=1e-4, rtol=0)
+
+
+def test_config_and_device_allow_as_many_threads() -> None:
+    """What the one takes the other does, and both refuse the next."""
+    open_device("cpu", EngineConfig(num_threads=1024).num_threads).close()
+    for refuse in (lambda: EngineConfig(num_threads=1025), lambda: open_device("cpu", 1025)):
+        with pytest.raises(InvalidArgumentError, match=r"num_threads=1025 is not allowed.* 1 to 1024"):
+            refuse()

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,9 @@ logger = logging.getLogger("minipage")
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
 _CHECKSUM_BYTES = 32
 _seconds = 0.0  #: that compiling has taken
+_announced: set[Path] = set()  #: files of kernels that are known to be needed
+_num_missing = 0  #: of these, how many were not there
+_num_compiled = 0
 _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
 
@@ -37,12 +40,29 @@ def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:
     ``name`` and ``variant`` say which kernel it is; ``compile`` makes an object file that has it as ENTRY.
     """
     with _lock:
-        path = cache_folder() / f"{name}-{_digest(variant)}.o"
+        path = _path(name, variant)
         code = _read(path)
         if code is None:
             with _one_process_at_a_time(path):
                 code = _read(path) or _compile(name, compile, path)  # another process may have compiled it meanwhile
         return _load(code)
+
+
+def announce(kernels: Iterable[tuple[str, str]]) -> None:
+    """Say how many of these kernels, (name, variant) each, have to be compiled before they can be used."""
+    global _num_missing
+    with _lock:
+        new = {_path(*kernel) for kernel in kernels} - _announced
+        missing = sum(not path.is_file() for path in new)
+        _announced.update(new)
+        _num_missing += missing
+    if missing and not sys.stderr.isatty():  # on a terminal, a line shows each
+        what = "kernels, once for this machine; most take a second or two"
+        logger.warning("compiling %d of the next %d %s", missing, len(new), what)
+
+
+def _path(name: str, variant: str) -> Path:
+    return cache_folder() / f"{name}-{_digest(variant)}.o"
 
 
 def cache_folder() -> Path:
@@ -127,16 +147,17 @@ def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
 
 @contextmanager
 def _progress(name: str) -> Iterator[None]:
-    """Says what is being compiled and how long all of it has taken: the first start on a machine is a long one."""
-    global _seconds
-    what = f"compiling kernels for this machine, once ({_seconds:.0f} s so far): {name}"
+    """Says what is being compiled, which of how many, and how long it has taken: the first start on a machine is long."""
+    global _seconds, _num_compiled
+    number = _num_compiled + 1
+    which = f"{number} of {max(_num_missing, number)}"
     start = time.perf_counter()
     if sys.stderr.isatty():
+        what = f"compiling kernels for this machine, once: {which}, {_seconds:.0f} s so far: {name}"
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)  # over the line before
-    elif not _seconds:
-        logger.warning("compiling kernels for this machine, once; this takes about half a minute")
     yield
     _seconds += time.perf_counter() - start
+    _num_compiled = number
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     logger.info(

@@ -84,10 +84,20 @@ class Kernel:
         function: Callable[..., None] = found(*self.constants) if self.constants else found
         return function
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Its name, and what tells it from others of that name."""
+        return self.source.replace(":", "."), repr((self.signature, self.constants))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its :attr:`address` has been asked for."""
+        return "address" in vars(self)
+
     @functools.cached_property
     def address(self) -> int:
         """Where its machine code is: ``void (*)(int64 *words, int64 piece, int64 num_pieces, int64 thread)``."""
-        return machine_code(self.source.replace(":", "."), repr((self.signature, self.constants)), self._compile)
+        return machine_code(*self.identity, self._compile)
 
     def _compile(self) -> bytes:
         from .compiler import compile_kernel

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..ops import Array
+from .code import announce
 from .kernel import JIT_IS_DISABLED, Kernel
 
 _STATE_WORDS, _ROW_WORDS = 64, 8  #: of native/team.py
@@ -53,6 +54,9 @@ class Program:
         self._words = np.array([word for _, _, words, _ in self._calls for word in words], dtype=np.int64)
         base = self._words.ctypes.data
         calls = zip(self._calls, starts, strict=False)
+        needed = {_WORK, _LEAD, _STOP, *(call[0] for call in self._calls)}
+        if not all(kernel.is_loaded for kernel in needed):
+            announce(kernel.identity for kernel in needed)
         rows = [(kernel.address, base + 8 * start, pieces) for (kernel, _, _, pieces), start in calls]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
@@ -143,12 +147,13 @@ class Team:
         if JIT_IS_DISABLED:
             program.run_in_python()
             return
+        table = program.table  # before the threads start, so that it is said what is compiled for both
         if self._finish is None:
             self._start()
         if len(program) > len(self._rows):
             self._old_rows.append(self._rows)  # threads that are late may still look there
             self._rows = _aligned(2 * len(program) * _ROW_WORDS).reshape(-1, _ROW_WORDS)
-        _native(_LEAD, (self._state, self._rows, program.table), 0, self.num_threads)
+        _native(_LEAD, (self._state, self._rows, table), 0, self.num_threads)
 
     def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""

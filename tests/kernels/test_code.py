@@ -40,6 +40,20 @@ def test_compiled_code_is_found_again_without_numba(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("elementwise.add-*.o"))) == 1
 
 
+def test_how_many_kernels_are_compiled_is_said_before(tmp_path: Path) -> None:
+    """An op and the three of the team that runs it, then the op alone, then nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_CACHE_DIR": str(tmp_path)}
+    for missing in (4, 1, 0):
+        done = subprocess.run(
+            [sys.executable, "-c", ONE_OP], env=environment, check=True, capture_output=True, text=True
+        )
+        said = f"compiling {missing} of the next 4 kernels, once for this machine; most take a second or two"
+        assert done.stderr.splitlines() == ([said] if missing else [])
+        if missing == 4:
+            for file in tmp_path.rglob("elementwise.add-*.o"):
+                file.unlink()
+
+
 def test_a_broken_file_is_compiled_anew(tmp_path: Path) -> None:
     """A file that was cut short or overwritten does no harm."""
     python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path))

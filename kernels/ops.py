@@ -71,6 +71,8 @@ class Ops(Protocol):
     VALUE_AXES: tuple[int, int, int, int]
     #: Kinds of pages that are taken, of :data:`kernels.pages.PAGE_STORAGE`: int8 need not be.
     PAGE_KINDS: tuple[str, ...]
+    #: Whether there is :meth:`sample`. Where logits are in host memory anyway, NumPy draws from them as quickly.
+    SAMPLES: bool
 
     # ---- weights -------------------------------------------------------------------------------------------------------
     def empty_weight(self, shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
@@ -189,6 +191,17 @@ class Ops(Protocol):
 
     def gather_rows(self, out: Array, x: Array, rows: Array) -> None:
         """out [n, H] = x[rows], ``rows`` [n] int32."""
+        ...
+
+    def sample(self, out: Array, logits: Array, draws: Array) -> None:
+        """out [R] int32 = a token of each row of ``logits`` [R, V], which stay as they are; V is at most 2**22.
+
+        ``draws`` [R, DRAW_WORDS] uint32 has a record of :data:`kernels.draws.DRAW` for each row. Weights exp((x - largest) /
+        temperature) are computed in float32; then top-k, top-p (the token that crosses is kept; of equal weights the lowest
+        ids come first) and min-p follow; and the token is the first, in the order of ids, at which the cumulative weight of
+        what is left exceeds the row's random number times their sum. A row whose largest logit is not finite, or that has
+        a NaN, gets -1. Sums do not depend on how many threads share a row.
+        """
         ...
 
     # ---- pages ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
-from kernel_code import attention, linear, small
+from kernel_code import attention, linear, sampling, small
 from kernel_code.budget import Measured
 from kernel_code.compiler import CAPABILITIES, compile_kernel, missing
 from kernel_code.specimens import Specimen
@@ -31,7 +31,7 @@ from kernel_code.specimens import Specimen
 from minipage.kernels import cuda as op_set
 
 H200_BANDWIDTH = 4800.0  #: GB/s, by its data sheet
-SOURCES = (attention, linear, small)
+SOURCES = (attention, linear, sampling, small)
 
 
 def all_specimens(only: str = "") -> list[Specimen]:

@@ -24,10 +24,12 @@ from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
 PAGE_KINDS = tuple(PAGE_STORAGE)
+SAMPLES = False
 
 __all__ = [
     "KEY_AXES",
     "PAGE_KINDS",
+    "SAMPLES",
     "VALUE_AXES",
     "add",
     "add_rms_norm",

@@ -11,6 +11,7 @@ from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
 from .norm import add_rms_norm, layer_norm, rms_norm
 from .rope import rope, rope_and_cache
+from .sampling import sample
 from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 #: K pages [nb, KVH, D, B]: neighbouring threads, each with a token, read neighbouring elements. V pages [nb, KVH, B, D]:
@@ -18,10 +19,12 @@ from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
 PAGE_KINDS = tuple(STORAGE)  # there are no kernels for int8 pages
+SAMPLES = True
 
 __all__ = [
     "KEY_AXES",
     "PAGE_KINDS",
+    "SAMPLES",
     "VALUE_AXES",
     "add",
     "add_rms_norm",
@@ -38,6 +41,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_and_cache",
+    "sample",
     "swap_blocks",
     "unpack_rows",
 ]

@@ -17,7 +17,7 @@ from .target import SIMULATED, WARP, blocks_for, cuda, device_function, kernel, 
 Array = Any
 
 ALL_LANES = 0xFFFFFFFF
-MOST_WARPS = 1 if SIMULATED else 32  #: of a block
+MOST_WARPS = 2 if SIMULATED else 32  #: of a block
 
 
 @device_function

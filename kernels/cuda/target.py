@@ -39,6 +39,14 @@ def kernel(function: Callable[..., None]) -> Any:
     return cuda.jit(function)
 
 
+def bounded_kernel(threads: int, blocks: int) -> Callable[[Callable[..., None]], Any]:
+    """A kernel whose blocks have at most ``threads``, and of which a multiprocessor shall hold ``blocks`` at least.
+
+    The compiler keeps to the registers that this leaves a thread.
+    """
+    return kernel if SIMULATED else cuda.jit(launch_bounds=(threads, blocks))
+
+
 def device_function(function: Callable[..., Any]) -> Any:
     """A function as one that kernels call."""
     return cuda.jit(device=True)(function)

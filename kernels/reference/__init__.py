@@ -9,15 +9,18 @@ from .elementwise import add, gated_activation, gather_rows
 from .linear import embed, linear
 from .norm import add_rms_norm, layer_norm, rms_norm
 from .rope import rope, rope_and_cache
+from .sampling import sample
 from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
 KEY_AXES = (0, 1, 3, 2)
 VALUE_AXES = (0, 1, 2, 3)
 PAGE_KINDS = tuple(PAGE_STORAGE)
+SAMPLES = True
 
 __all__ = [
     "KEY_AXES",
     "PAGE_KINDS",
+    "SAMPLES",
     "VALUE_AXES",
     "add",
     "add_rms_norm",
@@ -34,6 +37,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_and_cache",
+    "sample",
     "swap_blocks",
     "unpack_rows",
 ]

@@ -72,7 +72,12 @@ class BeamRequest(Tracked):
     def asks(self, item: Scheduled) -> list[SamplingRow]:
         return [_MOST_LIKELY]
 
-    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
+    @property
+    def wants_logits(self) -> bool:
+        return True
+
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray | None) -> None:
+        assert logits is not None
         if isinstance(tokens[0], SamplingError):
             self.fail(tokens[0])
             return

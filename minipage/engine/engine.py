@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 from ..cache import Tables
 from ..errors import InvalidArgumentError
@@ -14,26 +13,18 @@ from ..outputs import RequestOutput
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
+from .drawing import Wanted, draw
 from .prefix_store import PrefixStore
 from .prompt import Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
 from .sampled import SampledRequest
-from .sampler import sample
 from .scheduler import Scheduler
 from .stats import Stats
 from .step import Scheduled, Step
 from .tracked import OnOutput, Tracked
 
 Params = SamplingParams | BeamSearchParams
-
-
-class Wanted(NamedTuple):
-    """Logits that a request waits for: rows of the step, that of a sequence's last known token and those of its draft."""
-
-    tracked: Tracked
-    item: Scheduled
-    rows: range
 
 
 class Engine:
@@ -151,7 +142,7 @@ class Engine:
             try:
                 self.runner.execute(step)
                 self._scheduler.advance(step)
-                touched = self._take_logits(step)
+                touched = self._take_tokens(step)
             except BaseException:
                 self._scheduler.forget_swaps(step)
                 for request_id in {item.request.request_id for item in step.scheduled}:
@@ -159,8 +150,8 @@ class Engine:
                 raise
             return self._collect(touched)
 
-    def _take_logits(self, step: Step) -> list[Tracked]:
-        """Hand out the logits of the tokens that reached the end of what is known; returns the requests with something new."""
+    def _take_tokens(self, step: Step) -> list[Tracked]:
+        """Hand out a token to whoever reached the end of what is known; returns the requests with something new."""
         touched: dict[str, Tracked] = {}
         wanted: list[Wanted] = []
         first_row = 0
@@ -174,13 +165,9 @@ class Engine:
                 wanted.append(Wanted(tracked, item, range(last_known, first_row)))
             if is_wanted or not item.request.unfinished:
                 touched[item.request.request_id] = tracked
-        for part in _parts(wanted, self.runner.max_logit_rows):
-            logits = self.runner.logits([row for _, _, rows in part for row in rows])
-            tokens = sample(logits, [ask for tracked, item, _ in part for ask in tracked.asks(item)])
-            first = 0
-            for tracked, item, rows in part:
-                last, first = first, first + len(rows)
-                tracked.take(item, tokens[last:first], logits[last:first])
+        for part in draw(self.runner, wanted):
+            for drawn in part:
+                drawn.take()
         return list(touched.values())
 
     def _score_prompt(self, tracked: Tracked, item: Scheduled, first_row: int) -> None:
@@ -265,17 +252,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._on_close is None:
             raise RuntimeError("this engine is closed")
-
-
-def _parts(wanted: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
-    """Split what is wanted into parts of at most ``most`` rows, which are as many as any of it has."""
-    part: list[Wanted] = []
-    num_rows = 0
-    for each in wanted:
-        if num_rows + len(each.rows) > most:
-            yield part
-            part, num_rows = [], 0
-        part.append(each)
-        num_rows += len(each.rows)
-    if part:
-        yield part

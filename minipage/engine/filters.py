@@ -28,15 +28,21 @@ _TEMPERATURES = (1e-30, 1e30)  # what float32 can divide by; colder and hotter t
 class Filters(NamedTuple):
     """What makes a distribution of logits, and leaves unlikely tokens out of it; as in SamplingParams."""
 
-    temperature: float  #: above 0
+    temperature: float  #: 0 is greedy
     top_k: int
     top_p: float
     min_p: float
 
     @classmethod
     def of(cls, params: SamplingParams) -> Filters:
-        """Those of a request that is not greedy."""
+        """Those of a request."""
         return cls(params.temperature, params.top_k, params.top_p, params.min_p)
+
+    @property
+    def divisor(self) -> np.float32:
+        """What logits are divided by: the temperature, which must not be 0, as float32 can divide by it."""
+        coldest, hottest = _TEMPERATURES
+        return np.float32(min(max(self.temperature, coldest), hottest))
 
 
 class Candidates(NamedTuple):
@@ -56,14 +62,14 @@ def top_k(logits: Floats, count: int) -> Candidates:
 
 @np.errstate(over="ignore")  # differences of logits over a small temperature: -inf is right
 def draw(rows: Sequence[Candidates], filters: Filters, uniforms: Sequence[float]) -> list[int]:
-    """The token id of each row that its uniform, in [0, 1], picks. All rows have as many candidates, and a finite maximum.
+    """The token id of each row that its uniform, in [0, 1], picks. All rows have as many candidates, and a finite maximum;
+    the temperature is above 0.
 
     Weights are probabilities times a constant: the most likely token weighs 1. A token that is filtered out weighs 0.
     """
     weights = np.stack([row.logits for row in rows])
     weights -= weights.max(axis=1, keepdims=True)
-    coldest, hottest = _TEMPERATURES
-    weights /= np.float32(min(max(filters.temperature, coldest), hottest))
+    weights /= filters.divisor
     np.exp(weights, out=weights)
     if filters.top_p < 1:
         weights = _nucleus(weights, filters.top_p)

@@ -92,6 +92,11 @@ class ShardRunner(Runner):
             self._batch.forget()
             raise
 
+    @property
+    def samples(self) -> bool:
+        """No: no rank has the logits of all tokens."""
+        return False
+
     def logits(self, rows: list[int]) -> np.ndarray:
         """Logits [n, V] of rows of the last step, of which each rank computes those of its tokens."""
         self._communicator.send(rows)

@@ -12,6 +12,7 @@ import numpy as np
 from ..cache import BlockCopy, Swap, copy_launches
 from ..device.base import Device, StepShape
 from ..device.kv_cache import KVCache
+from ..kernels.draws import DRAW_WORDS, as_words
 from ..models.decoder import Decoder
 from .batch_buffers import BatchBuffers, Contents, Mirror, array_bytes
 from .preemption import PreemptionCost
@@ -60,17 +61,25 @@ class Runner:
             num_groups=kv.num_groups,
             rows_of=rows_of,
         )
-        rows = (model.max_logit_rows,), np.int32
-        self._rows_mirror = Mirror(device, array_bytes(*rows))
+        rows, draws = ((model.max_logit_rows,), np.int32), ((model.max_logit_rows, DRAW_WORDS), np.uint32)
+        self._row_bytes = array_bytes(*rows)
+        self._rows_mirror = Mirror(device, self._row_bytes + array_bytes(*draws))
         self._host_rows, self._rows = self._rows_mirror.array(*rows)
+        self._host_draws, self._draws = self._rows_mirror.array(*draws)
+        self._token_ids = device.empty(*rows)
         self._started, self._num_tokens = 0.0, 0  #: of a step whose results nobody has waited for yet
         self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
         self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)
 
     @property
     def max_logit_rows(self) -> int:
-        """The most rows that one call of :meth:`logits` takes."""
+        """The most rows that one call of :meth:`compute_logits` takes."""
         return self._model.max_logit_rows
+
+    @property
+    def samples(self) -> bool:
+        """Whether the device draws tokens."""
+        return self._device.ops.SAMPLES
 
     def execute(self, step: Step) -> None:
         """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
@@ -108,24 +117,45 @@ class Runner:
             self._device.synchronize()
             self._cost.swapped(num_blocks, time.perf_counter() - start)
 
-    def logits(self, rows: list[int]) -> np.ndarray:
-        """Logits [n, V] float32 on the host of rows (token indices) of the last step, n <= max_logit_rows.
+    def compute_logits(self, rows: list[int], draws: np.ndarray | None = None) -> list[int]:
+        """Compute the logits of n rows (token indices) of the last step, n <= max_logit_rows, and keep them on the device.
 
-        Valid until the next call.
+        Returns the tokens that it draws from the first of them, one for each record of ``draws``, which is for devices that
+        draw (:data:`minipage.kernels.draws.DRAW` says how); -1 where a row has none.
         """
+        num_draws = 0 if draws is None else len(draws)
         with self._device.compute():
             num_rows = self._device.recorded_rows(len(rows), len(self._rows))
             padded = num_rows or len(rows)
             self._host_rows[:padded] = 0  # any row of the step, where there are fewer
             self._host_rows[: len(rows)] = rows
-            self._rows_mirror.send(4 * padded)
-            if num_rows is None:
-                self._model.compute_logits(self._rows[:padded])
+            if draws is None:
+                self._rows_mirror.send(4 * padded)
             else:
-                self._logits(num_rows)()
-            logits = self._device.host(self._model.logits[: len(rows)])
+                self._host_draws[:num_draws] = as_words(draws)
+                self._host_draws[num_draws:padded] = 0  # the largest logit, which is found soonest
+                self._rows_mirror.send(self._row_bytes + self._draws[:padded].nbytes)
+            if num_rows is None:
+                self._compute_logits(padded, num_draws > 0)
+            else:
+                self._logits(num_rows, num_draws > 0)()
+            if draws is None:
+                return []
+            token_ids: list[int] = self._device.host(self._token_ids[:num_draws]).tolist()
+        self._note_time()
+        return token_ids
+
+    def read_logits(self, start: int, stop: int) -> np.ndarray:
+        """Logits [stop - start, V] float32 of the rows that were computed last, on the host until others are computed."""
+        with self._device.compute():
+            logits = self._device.host(self._model.logits[start:stop])
         self._note_time()
         return logits
+
+    def logits(self, rows: list[int]) -> np.ndarray:
+        """Compute and read the logits [n, V] of n rows of the last step, n <= max_logit_rows."""
+        self.compute_logits(rows)
+        return self.read_logits(0, len(rows))
 
     def close(self) -> None:
         """Give back what the device holds. Nothing can be run afterwards."""
@@ -141,6 +171,12 @@ class Runner:
         batch = self._batch.batch(shape)
         return self._device.record(lambda: self._model.forward(batch, self.kv))
 
-    def _record_logits(self, num_rows: int) -> Callable[[], None]:
-        rows = self._rows[:num_rows]
-        return self._device.record(lambda: self._model.compute_logits(rows))
+    def _record_logits(self, num_rows: int, draws: bool) -> Callable[[], None]:
+        return self._device.record(functools.partial(self._compute_logits, num_rows, draws))
+
+    def _compute_logits(self, num_rows: int, draws: bool) -> None:
+        """The logits of the first rows that are asked for, and with ``draws`` a token for each."""
+        self._model.compute_logits(self._rows[:num_rows])
+        if draws:
+            logits, records = self._model.logits[:num_rows], self._draws[:num_rows]
+            self._device.ops.sample(self._token_ids[:num_rows], logits, records)

@@ -49,7 +49,11 @@ class SampledRequest(Tracked):
             self._row(sequence.index, position + ahead, [*output, *draft[:ahead]]) for ahead in range(1 + len(draft))
         ]
 
-    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
+    @property
+    def wants_logits(self) -> bool:
+        return self._params.n > 1 and not self.request.is_forked  # all are drawn from one row
+
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray | None) -> None:
         if not self.request.is_forked:
             self._fork(tokens[0], logits)
         elif item.draft:
@@ -94,14 +98,18 @@ class SampledRequest(Tracked):
         prompt = self.request.prompt_token_ids
         return SamplingRow(self._params, self.request.seed, index, position, prompt, output, banned)
 
-    def _fork(self, token: SampledToken | SamplingError, logits: np.ndarray) -> None:
+    def _fork(self, token: SampledToken | SamplingError, logits: np.ndarray | None) -> None:
         """The prompt is computed: the others go on from it, sharing its blocks until they write, with tokens of their own."""
         first = self.request.sequences[0]
         others = range(1, self._params.n)
         self.request.sequences += [self.scheduler.fork(first, index) for index in others]
         self.request.is_forked = True
-        tokens = sample(np.broadcast_to(logits, (len(others), logits.shape[1])), [self._row(i, 0, ()) for i in others])
-        for sequence, each in zip(self.request.unfinished, [token, *tokens], strict=True):
+        tokens = [token]
+        if others:
+            assert logits is not None
+            rows = [self._row(i, 0, ()) for i in others]
+            tokens += sample(np.broadcast_to(logits, (len(others), logits.shape[1])), rows)
+        for sequence, each in zip(self.request.unfinished, tokens, strict=True):
             self._append(sequence, each)
 
     def _verify(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError]) -> None:

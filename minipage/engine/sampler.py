@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..kernels import philox
 from ..sampling_params import SamplingParams
-from . import philox
 from .filters import Candidates, Filters, Floats, Ids, draw, largest, top_k
 
 Uniform = Callable[[int, int, int], float]  #: (seed, child, position) -> a number in [0, 1]

@@ -31,9 +31,16 @@ class Tracked(ABC):
     def asks(self, item: Scheduled) -> list[SamplingRow]:
         """What to draw behind the last known token of a sequence, and behind each of the d tokens of its draft: 1 + d rows."""
 
+    @property
     @abstractmethod
-    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray) -> None:
-        """What was drawn for :meth:`asks`, and the logits [1 + d, V] float32 that it was drawn from, which are not to be kept."""
+    def wants_logits(self) -> bool:
+        """Whether :meth:`take` needs the logits, and not the tokens alone."""
+
+    @abstractmethod
+    def take(self, item: Scheduled, tokens: Sequence[SampledToken | SamplingError], logits: np.ndarray | None) -> None:
+        """What was drawn for :meth:`asks`, and the logits [1 + d, V] float32 that it was drawn from, which are not to be kept:
+        None where the device drew and they have not come to the host.
+        """
 
     @abstractmethod
     def fail(self, error: SamplingError) -> None:

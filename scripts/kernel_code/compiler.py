@@ -59,7 +59,8 @@ def compile_kernel(specimen: Specimen, capability: Capability) -> KernelCode:
     from numba import cuda
 
     with _without_driver(capability):
-        ptx, _ = cuda.compile_ptx(specimen.kernel.py_func, specimen.signature, cc=capability)
+        bounds = specimen.kernel.targetoptions.get("launch_bounds")
+        ptx, _ = cuda.compile_ptx(specimen.kernel.py_func, specimen.signature, cc=capability, launch_bounds=bounds)
     report, assembly = _assemble(ptx.strip("\0 \n") + "\n", f"sm_{capability[0]}{capability[1]}")
 
     def reported(pattern: str) -> int:

@@ -11,8 +11,8 @@ from helpers import models, ref
 from helpers.checks import Result, assert_idle_and_whole, result
 from helpers.tokenizers import f3_backend, write_tokenizer
 
-from minipage.engine import philox
 from minipage.engine.request import Status
+from minipage.kernels import philox
 
 if TYPE_CHECKING:
     from minipage import LLM, BeamSearchParams, SamplingParams

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from minipage.engine.philox import philox4x32, uniform
+from minipage.kernels.philox import philox4x32, uniform
 
 MASK = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

@@ -18,20 +18,19 @@ from numba.extending import intrinsic
 
 from ...ops import GROUP_SIZE, Array
 from ...quantization import GROUP_KINDS, INT4_ZERO
-from ..records import PANEL, PER_GROUP, RECORD_BYTES, unpack_panel
+from ..records import PANEL, PER_GROUP, unpack_panel
 from . import dot, vector
-from .microkernel import Matrix, fused_multiply_add
+from .microkernel import Ahead, Matrix, fused_multiply_add
 from .share import inner
 from .vector import BYTE, FLOAT, HALF, INT, Builder, Value, long
 
 INT8, INT4, INT4_SYMMETRIC = range(3)  #: places in GROUP_KINDS
 
 _HALVES = (0, 1)  #: a panel is two vectors of 8 outputs
-_AHEAD = 1024  #: bytes that are fetched ahead: memory is read in time, and a panel is one stream
 
 
 def _multiply_in_python(
-    kind: int, rows: int, codes: Array, scales: Array, sums: Array, records: Array, out: Array
+    kind: int, rows: int, codes: Array, scales: Array, sums: Array, records: Array, out: Array, ahead: Ahead
 ) -> None:
     """What :data:`multiply_groups` computes, for reading and for NUMBA_DISABLE_JIT=1."""
     weights = unpack_panel(GROUP_KINDS[kind], records[None])
@@ -51,14 +50,17 @@ def _multiply_in_python(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _multiply_compiled(
-    context: Any, kind: Any, rows: Any, codes: Any, scales: Any, sums: Any, records: Any, out: Any
+    context: Any, kind: Any, rows: Any, codes: Any, scales: Any, sums: Any, records: Any, out: Any, ahead: Any
 ) -> Any:
     """What :data:`multiply_groups` computes, as LLVM vector code."""
-    arguments = (kind, rows, codes, scales, sums, records, out)
+    arguments = (kind, rows, codes, scales, sums, records, out, ahead)
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
-        arrays = [Matrix.of(context, builder, signature.args[i], args[i]) for i in range(2, 7)]
-        tile = _Tile(builder, kind.literal_value, rows.literal_value, *arrays)
+        codes, scales, sums, records, out = (
+            Matrix.of(context, builder, signature.args[i], args[i]) for i in range(2, 7)
+        )
+        ahead = Ahead(*(builder.extract_value(args[7], i) for i in range(2)))
+        tile = _Tile(builder, kind.literal_value, rows.literal_value, codes, scales, sums, records, out, ahead)
         with vector.count_up(builder, long(0), tile.records.rows) as group:
             tile.add_group(group)
         tile.store()
@@ -67,10 +69,11 @@ def _multiply_compiled(
     return types.void(*arguments), generate
 
 
-#: ``multiply_groups(kind, rows, codes, scales, sums, records, out)``: out [rows, 16] = x @ panel.
+#: ``multiply_groups(kind, rows, codes, scales, sums, records, out, ahead)``: out [rows, 16] = x @ panel.
 #:
 #: ``kind`` (a place in GROUP_KINDS) and ``rows`` are literals. x is quantised: codes [.., 32 G] int16 or int8, scales [.., G] and
-#: sums [.., G] (of the codes) float32. records uint8 [G, bytes] are one panel, out float32 [.., >= 16].
+#: sums [.., G] (of the codes) float32. records uint8 [G, bytes] are one panel, out float32 [.., >= 16]. ``ahead``, an
+#: :class:`.Ahead`, says what is fetched meanwhile.
 multiply_groups = _multiply_in_python if numba.config.DISABLE_JIT else _multiply_compiled
 
 
@@ -87,9 +90,11 @@ class _Tile:
         sums: Matrix,
         records: Matrix,
         out: Matrix,
+        ahead: Ahead,
     ) -> None:
         self.b, self.kind = b, kind
         self.codes, self.scales, self.sums, self.records, self.out = codes, scales, sums, records, out
+        self.ahead = ahead
         self.rows = range(rows)
         self.at_once = 4 if rows == 1 else 1  #: steps of an inner loop that are written out
         zero = vector.constant(FLOAT, 8, 0.0)
@@ -102,8 +107,9 @@ class _Tile:
         """Add the products of one group of inputs."""
         b = self.b
         record = b.gep(self.records.data, [self.records.offset(b, group, long(0))])
-        for line in range(0, RECORD_BYTES[GROUP_KINDS[self.kind]], 64):
-            vector.prefetch(b, record, long(_AHEAD + line))
+        start = b.add(self.ahead.start, b.mul(group, self.ahead.pace))
+        level = 1 if len(self.rows) == 4 else 2  # only a slow pace leaves the first level time for its own misses
+        vector.prefetch_lines(b, self.records.data, start, self.ahead.pace, level)
         inputs = [
             b.gep(self.codes.data, [self.codes.offset(b, long(m), b.mul(group, long(GROUP_SIZE)))]) for m in self.rows
         ]

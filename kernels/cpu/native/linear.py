@@ -7,12 +7,18 @@ from collections.abc import Callable
 from ...ops import GROUP_SIZE, Array
 from ..records import PANEL
 from .grouped import decode, multiply_groups
-from .microkernel import multiply
+from .microkernel import Ahead, multiply_panel
 from .share import Share, inner, part
 from .stack import floats
 from .storage import widen_element
 
-_AHEAD = 1024  #: bytes that are fetched ahead of those in use
+_STREAM = 1024  #: bytes between what is used and what is fetched for one token, which leaves no time for a whole panel
+
+
+@inner
+def _pace(num_bytes: int, rows: int, total: int) -> int:
+    """Of each ``num_bytes`` of the next panel, those that a tile of ``rows`` of ``total`` tokens fetches."""
+    return (num_bytes * rows + total - 1) // max(total, 1)
 
 
 @inner
@@ -38,26 +44,30 @@ def _write(out: Array, tile: Array, bias: Array, p: int) -> None:
 def linear(out: Array, x: Array, panels: Array, bias: Array, share: Share) -> None:
     """out [T, N] = x [T, K] @ weights + bias; panels [P, K, 16] in a float storage, bias [N] or [0]."""
     first, last = part(len(panels), share)
+    total, steps, row_bytes = len(x), panels.shape[1], PANEL * panels.itemsize
+    six, four = _pace(row_bytes, 6, total), _pace(row_bytes, 4, total)
+    two, one = _pace(row_bytes, 2, total), _pace(row_bytes, 1, total)
     for p in range(first, last):
-        t = 0
-        while t + 6 <= len(x) and t + 8 != len(x):  # as many rows as fill the registers, then fewer; 8 are twice 4
-            _six_rows(out[t:], x[t:], panels[p], bias, p)
-            t += 6
-        while t + 4 <= len(x):
-            _four_rows(out[t:], x[t:], panels[p], bias, p)
-            t += 4
-        if t + 2 <= len(x):
-            _two_rows(out[t:], x[t:], panels[p], bias, p)
-            t += 2
-        if t < len(x):
-            _one_row(out[t:], x[t:], panels[p], bias, p)
+        t, start = 0, steps * row_bytes if total > 1 else _STREAM
+        # As many rows as fill the registers, then fewer; 8 are twice 4. Few tokens wait for memory more than for arithmetic.
+        while t + 6 <= total and t + 8 != total and total >= 12:
+            _six_rows(out[t:], x[t:], panels[p], bias, p, Ahead(start, six))
+            t, start = t + 6, start + steps * six
+        while t + 4 <= total:
+            _four_rows(out[t:], x[t:], panels[p], bias, p, Ahead(start, four))
+            t, start = t + 4, start + steps * four
+        if t + 2 <= total:
+            _two_rows(out[t:], x[t:], panels[p], bias, p, Ahead(start, two))
+            t, start = t + 2, start + steps * two
+        if t < total:
+            _one_row(out[t:], x[t:], panels[p], bias, p, Ahead(start, one))
 
 
 def _rows_of_floats(rows: int) -> Callable[..., None]:
     @inner
-    def run(out: Array, x: Array, panel: Array, bias: Array, p: int) -> None:
+    def run(out: Array, x: Array, panel: Array, bias: Array, p: int, ahead: Ahead) -> None:
         tile = floats(rows, PANEL)
-        multiply(rows, PANEL, PANEL, False, x, panel, tile, _AHEAD)
+        multiply_panel(rows, x, panel, tile, ahead)
         _write(out, tile, bias, p)
 
     return run
@@ -87,25 +97,30 @@ def linear_of(kind: int) -> Callable[..., None]:
     ) -> None:
         """out [T, N] = x @ weights + bias; x as :mod:`.activations` quantises it, records uint8 [P, G, bytes]."""
         first, last = part(len(records), share)
+        total, steps, record_bytes = len(out), records.shape[1], records.shape[2]
+        four, two = _pace(record_bytes, 4, total), _pace(record_bytes, 2, total)
+        one = _pace(record_bytes, 1, total)
         for p in range(first, last):
-            t = 0
-            while t + 4 <= len(out):
-                four_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
-                t += 4
-            if t + 2 <= len(out):
-                two_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
-                t += 2
-            if t < len(out):
-                one_row(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p)
+            t, start = 0, steps * record_bytes if total > 1 else _STREAM
+            while t + 4 <= total:
+                four_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p, Ahead(start, four))
+                t, start = t + 4, start + steps * four
+            if t + 2 <= total:
+                two_rows(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p, Ahead(start, two))
+                t, start = t + 2, start + steps * two
+            if t < total:
+                one_row(out[t:], codes[t:], scales[t:], sums[t:], records[p], bias, p, Ahead(start, one))
 
     return linear_quantized
 
 
 def _rows_of_codes(kind: int, rows: int) -> Callable[..., None]:
     @inner
-    def run(out: Array, codes: Array, scales: Array, sums: Array, records: Array, bias: Array, p: int) -> None:
+    def run(
+        out: Array, codes: Array, scales: Array, sums: Array, records: Array, bias: Array, p: int, ahead: Ahead
+    ) -> None:
         tile = floats(rows, PANEL)
-        multiply_groups(kind, rows, codes, scales, sums, records, tile)
+        multiply_groups(kind, rows, codes, scales, sums, records, tile, ahead)
         _write(out, tile, bias, p)
 
     return run

@@ -8,21 +8,32 @@ added in spans, whose sums are then added: of n terms none goes through n roundi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ...ops import Array
+from ..records import PANEL
 from ..storage import widen
 from . import vector
 from .vector import FLOAT, Builder, Value, long
 
 _SPAN = 64  #: products that are added one after the other before their sum joins the total
-_AT_ONCE = 4  #: products of a span that a loop has written out
+_AT_ONCE = 4  #: products of a span that the loop of a panel has written out
+
+
+class Ahead(NamedTuple):
+    """The memory that a tile fetches while it is computed: the tiles of a panel share the next panel, at an even pace.
+
+    To read a panel takes about as long as to compute 8 rows of it. If each waited for the other, both would go at half speed.
+    """
+
+    start: int  #: bytes from the beginning of this panel to the first that are fetched
+    pace: int  #: bytes for each step: a row of weights, or a group
 
 
 def _multiply_in_python(
@@ -48,30 +59,64 @@ def _multiply_compiled(
     context: Any, rows: Any, lanes: Any, columns: Any, accumulate: Any, x: Any, w: Any, out: Any, ahead: Any
 ) -> Any:
     """What :data:`multiply` computes, as LLVM vector code; made for each combination of literals and storage in use."""
-    is_panel = isinstance(columns, types.Literal)
     width = lanes.literal_value
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         x, w, out = (Matrix.of(context, builder, signature.args[i], args[i]) for i in (4, 5, 6))
-        num_columns = long(columns.literal_value) if is_panel else args[2]
-        with vector.count_up(builder, long(0), num_columns, width) as column:
-            tile = Tile(builder, rows.literal_value, width, x, w, column, args[7], _AT_ONCE if is_panel else 1)
+        with vector.count_up(builder, long(0), args[2], width) as column:
+
+            def fetch(k: Value, count: int) -> None:
+                vector.prefetch(builder, builder.gep(w.data, [w.offset(builder, k, column)]), args[7])
+
+            tile = Tile(builder, rows.literal_value, width, x, w, column, fetch)
             tile.begin(out if accumulate.literal_value else None)
-            with vector.count_up(builder, long(0), w.rows, _SPAN) as first:
-                tile.add_span(first, vector.smaller(builder, builder.sub(w.rows, first), long(_SPAN)))
+            tile.add(at_once=1)
             tile.store(out)
         return context.get_dummy_value()
 
     return types.void(rows, lanes, columns, accumulate, x, w, out, types.int64), generate
 
 
+def _multiply_panel_in_python(rows: int, x: Array, panel: Array, out: Array, ahead: Ahead) -> None:
+    """What :data:`multiply_panel` computes."""
+    _multiply_in_python(rows, PANEL, PANEL, False, x, panel, out, 0)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _multiply_panel_compiled(context: Any, rows: Any, x: Any, panel: Any, out: Any, ahead: Any) -> Any:
+    """What :data:`multiply_panel` computes, as LLVM vector code."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        x, w, out = (Matrix.of(context, builder, signature.args[i], args[i]) for i in (1, 2, 3))
+        ahead = Ahead(*(builder.extract_value(args[4], i) for i in range(2)))
+        level = 1 if rows.literal_value == 6 else 2  # only a slow pace leaves the first level time for its own misses
+
+        def fetch(k: Value, count: int) -> None:
+            start = builder.add(ahead.start, builder.mul(k, ahead.pace))
+            vector.prefetch_lines(builder, w.data, start, builder.mul(ahead.pace, long(count)), level)
+
+        tile = Tile(builder, rows.literal_value, PANEL, x, w, long(0), fetch)
+        tile.begin(None)
+        tile.add(_AT_ONCE)
+        tile.store(out)
+        return context.get_dummy_value()
+
+    return types.void(rows, x, panel, out, ahead), generate
+
+
 #: ``multiply(rows, lanes, columns, accumulate, x, w, out, ahead)``: out[m, n] = sum over k of x[m, k] * w[k, n], each fused.
 #:
 #: For m < ``rows`` of x [.., >= K] and out, both float32, all k of w [K, ..] in any storage that :mod:`.vector` loads, and
 #: n < ``columns``, a multiple of ``lanes``. The arrays may be strided but for their last axis. ``accumulate`` adds to what out
-#: holds. ``rows``, ``lanes`` (a power of two) and ``accumulate`` must be literals; ``columns`` is one for a panel. While a row
-#: of w is used, that which lies ``ahead`` bytes from it is fetched (0: nothing is).
-multiply = _multiply_in_python if numba.config.DISABLE_JIT else _multiply_compiled
+#: holds. ``rows``, ``lanes`` (a power of two) and ``accumulate`` must be literals. While a row of w is used, that which lies
+#: ``ahead`` bytes from it is fetched.
+#:
+#: ``multiply_panel(rows, x, panel, out, ahead)``: the same for a panel [K, 16], which is one stream of memory, and the first 16
+#: columns of out. ``ahead``, an :class:`Ahead`, says what is fetched meanwhile.
+if numba.config.DISABLE_JIT:
+    multiply, multiply_panel = _multiply_in_python, _multiply_panel_in_python
+else:
+    multiply, multiply_panel = _multiply_compiled, _multiply_panel_compiled
 
 
 class Matrix(NamedTuple):
@@ -100,10 +145,18 @@ class Tile:
     """Some rows by some neighbouring columns of the product: one vector a row for the total, and one for each span."""
 
     def __init__(
-        self, builder: Builder, rows: int, lanes: int, x: Matrix, w: Matrix, column: Value, ahead: Value, at_once: int
+        self,
+        builder: Builder,
+        rows: int,
+        lanes: int,
+        x: Matrix,
+        w: Matrix,
+        column: Value,
+        fetch: Callable[[Value, int], None],
     ) -> None:
+        """``fetch(k, count)`` asks for the memory that is to be asked for while ``count`` rows of w from k on are used."""
         self._b, self._rows, self._lanes = builder, range(rows), lanes
-        self._x, self._w, self._column, self._ahead, self._at_once = x, w, column, ahead, at_once
+        self._x, self._w, self._column, self._fetch = x, w, column, fetch
         self._zero = vector.constant(FLOAT, lanes, 0.0)
         self._totals = [cgutils.alloca_once(builder, self._zero.type) for _ in self._rows]
 
@@ -116,14 +169,20 @@ class Tile:
                 first = vector.load(b, out.data, FLOAT, out.offset(b, long(m), self._column), self._lanes)
             b.store(first, total)
 
-    def add_span(self, first: Value, length: Value) -> None:
+    def add(self, at_once: int) -> None:
+        """Add all products, ``at_once`` of them in an iteration of the innermost loop."""
+        b = self._b
+        with vector.count_up(b, long(0), self._w.rows, _SPAN) as first:
+            self._add_span(first, vector.smaller(b, b.sub(self._w.rows, first), long(_SPAN)), at_once)
+
+    def _add_span(self, first: Value, length: Value, at_once: int) -> None:
         """Add ``length`` products from k = ``first`` on: one after the other, and their sum to the total."""
         b = self._b
         span = [cgutils.alloca_once(b, self._zero.type) for _ in self._rows]
         for total in span:
             b.store(self._zero, total)
-        even = b.and_(length, long(-self._at_once))
-        loops = [(long(0), even, self._at_once), (even, length, 1)] if self._at_once > 1 else [(long(0), length, 1)]
+        even = b.and_(length, long(-at_once))
+        loops = [(long(0), even, at_once), (even, length, 1)] if at_once > 1 else [(long(0), length, 1)]
         for start, stop, step in loops:
             with vector.count_up(b, start, stop, step) as i:
                 self._fetch(b.add(first, i), step)
@@ -131,15 +190,6 @@ class Tile:
                     self._add_products(k, span)
         for total, part in zip(self._totals, span, strict=True):
             b.store(b.fadd(b.load(total), b.load(part)), total)
-
-    def _fetch(self, k: Value, count: int) -> None:
-        """Fetch what lies ahead of ``count`` rows from k on; in a panel they are one stream."""
-        b, w = self._b, self._w
-        size = w.dtype.bitwidth // 8
-        if not _is_zero(self._ahead):
-            row = b.gep(w.data, [w.offset(b, k, self._column)])
-            for line in range(0, count * self._lanes * size, 64):
-                vector.prefetch(b, row, b.add(self._ahead, long(line)))
 
     def _add_products(self, k: Value, span: list[Value]) -> None:
         b, w = self._b, self._w
@@ -154,7 +204,3 @@ class Tile:
         b = self._b
         for m, total in enumerate(self._totals):
             vector.store(b, b.load(total), out.data, out.offset(b, long(m), self._column))
-
-
-def _is_zero(value: Value) -> bool:
-    return isinstance(value, ir.Constant) and value.constant == 0

@@ -53,17 +53,26 @@ def store(builder: Builder, vector: Value, pointer: Value, index: Value) -> None
     builder.store(vector, _address(builder, pointer, element, index, vector.type)).align = _ALIGNMENT[element]
 
 
-def prefetch(builder: Builder, pointer: Value, distance: Value) -> None:
-    """Ask for the memory ``distance`` bytes behind a pointer, which may be nobody's."""
+def prefetch(builder: Builder, pointer: Value, distance: Value, level: int = 1) -> None:
+    """Ask for the memory ``distance`` bytes behind a pointer, which may be nobody's, in a ``level`` of cache (1 or 2)."""
     byte = BYTE.as_pointer()
     address = builder.bitcast(builder.gep(builder.bitcast(pointer, byte), [distance]), byte)
     function = builder.module.globals.get("llvm.prefetch.p0")
     if function is None:
         kind = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
         function = ir.Function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(
-        function, [address, *(ir.Constant(INT, value) for value in (0, 3, 1))]
-    )  # to read, into all caches, data
+    read, data, locality = 0, 1, 4 - level
+    builder.call(function, [address, *(ir.Constant(INT, value) for value in (read, locality, data))])
+
+
+def prefetch_lines(builder: Builder, pointer: Value, start: Value, count: Value, level: int) -> None:
+    """Ask for the cache lines of ``count`` bytes from ``start`` on behind a pointer.
+
+    Calls for neighbouring bytes share no line: to ask twice costs one of the few places for requests on their way.
+    """
+    first = builder.and_(builder.add(start, long(63)), long(-64))
+    with count_up(builder, first, builder.add(start, count), 64) as line:
+        prefetch(builder, pointer, line, level)
 
 
 def load_as_float32(builder: Builder, dtype: Any, pointer: Value, index: Value, lanes: int) -> Value:

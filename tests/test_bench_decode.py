@@ -324,7 +324,9 @@ def test_peers_wait_as_told_and_find_no_minipage(monkeypatch: pytest.MonkeyPatch
     """Sleeping threads are for peers, whose own choice is kept otherwise; the clone is in minipage's path alone."""
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     ours, peer = (processes.environment(Side(name, "python"), True) for name in ("minipage", "llama.cpp"))
+    assert "PYTHONDONTWRITEBYTECODE" not in ours
     assert ours["OMP_WAIT_POLICY"] == "active" and peer["OMP_WAIT_POLICY"] == "passive"
     assert processes.environment(Side("llama.cpp", "python"), False)["OMP_WAIT_POLICY"] == "active"
     assert ours["PYTHONPATH"].split(":") == [str(SCRIPTS), str(SCRIPTS.parent), "/elsewhere"]

@@ -58,12 +58,15 @@ def environment(side: Side, passive_peers: bool) -> dict[str, str]:
 
     OpenMP's threads wait for each other busily. On a machine that does other things as well they wait for one that cannot
     run until their time slices end, hundreds of times a token; with ``passive_peers`` they sleep.
+
+    Python may keep what it compiles, whatever the caller's environment says: else each start would compile all of a clone.
     """
     path = [str(SCRIPTS), *([str(SCRIPTS.parent)] if side.name == OURS else [])]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     policy = {"OMP_WAIT_POLICY": "passive"} if passive_peers and side.name != OURS else {}
-    return {**os.environ, **policy, "PYTHONPATH": os.pathsep.join(path)}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**variables, **policy, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def worker_command(side: Side, settings: Settings) -> list[str]:

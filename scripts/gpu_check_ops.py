@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minipage.kernels.draws import DRAW, as_words
 from minipage.kernels.dtypes import STORAGE, convert
 from minipage.kernels.ops import ACTIVATIONS, WEIGHT_KINDS
 
@@ -162,6 +163,28 @@ def block_copies(heads: Heads) -> Check:
     return check
 
 
+def draws(num_rows: int) -> np.ndarray:
+    """How tokens of some rows are drawn: one after the other greedy, by temperature alone, and with more and more filters."""
+    half, most = 1 << 63, int(0.95 * 2**64)
+    settings = [(0.0, 0, 0.0, 0), (1.0, 0, 0.0, 0), (0.7, 50, 0.0, 0), (1.5, 0, 0.01, most), (2.0, 300, 0.0, half)]
+    return np.array(
+        [(*settings[i % len(settings)], 0x9E3779B97F4A7C15 * i % 2**64, i % 3, i) for i in range(num_rows)], DRAW
+    )
+
+
+def sample(num_rows: int, vocab_size: int) -> Check:
+    """Tokens of random rows, every other of which has but 32 different logits, drawn in all ways."""
+
+    def check(ops: Any, array: Callable[[np.ndarray], Array], xp: Any) -> list[Array]:
+        logits = 3 * normal(1, num_rows, vocab_size)
+        logits[1::2] = np.rint(2 * logits[1::2]) / 2
+        out = array(np.full(num_rows, -2, np.int32))
+        ops.sample(out, array(logits), array(as_words(draws(num_rows))))
+        return [out.astype(np.float32)]
+
+    return check
+
+
 def against_reference(large: bool) -> Iterator[tuple[str, Check, float]]:
     """Name, check and allowed error of every op; ``large`` adds shapes that would take the simulator minutes."""
     for kind in WEIGHT_KINDS:
@@ -170,6 +193,8 @@ def against_reference(large: bool) -> Iterator[tuple[str, Check, float]]:
     for shape in [(3, 40), (7, 2048), (33, 4097)] if large else [(3, 40)]:
         yield "norms T{} H{}".format(*shape), norms(*shape), 1e-5
         yield "elementwise T{} I{}".format(*shape), elementwise(*shape), 5e-5
+    for shape in [(10, 50), (10, 1001), (100, 32000), (10, 151936)] if large else [(5, 50)]:
+        yield "sample rows {}, vocabulary {}".format(*shape), sample(*shape), 0.0
     shapes = [Heads(4, 2, 8, 4), Heads(3, 1, 33, 1, "bfloat16"), Heads(2, 2, 4, 16, "float16")]
     if large:
         shapes += [Heads(65, 5, 128, 16, kind) for kind in STORAGE] + [Heads(128, 8, 256, 32), Heads(6, 3, 80, 16)]
@@ -188,6 +213,8 @@ def same_bits(large: bool) -> Iterator[tuple[str, Check, Check]]:
     """Pairs of checks: the first array of the first is, bit for bit, the first rows of the second's."""
     for kind in WEIGHT_KINDS:
         yield f"linear {kind} alone and in a batch", linear(kind, 1, 61, 72), linear(kind, 9, 61, 72)
+    rows, vocab_size = (64, 32000) if large else (8, 50)
+    yield "sample alone and in a batch", sample(5, vocab_size), sample(rows, vocab_size)
     heads, tokens = (Heads(8, 2, 128, 16, "float16"), 300) if large else (Heads(4, 2, 8, 4), 40)
     chunk, whole = Span(0, tokens // 3), Span(0, tokens)
     company = [Span(0, 3), Span(tokens - 1, tokens)]

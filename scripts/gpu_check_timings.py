@@ -13,10 +13,19 @@ import numpy as np
 from gpu_check_ops import Heads
 
 from minipage.device.base import Device
+from minipage.kernels.draws import DRAW, as_words
 
 #: Makes the arrays of a call on a device, and returns the call and the bytes that it moves.
 #: None where the device has too little memory.
 Workload = Callable[[Device], tuple[Callable[[], None], int] | None]
+
+#: Temperature, top_k, min_p and top_p (in units of 2**-64) of tokens that are drawn.
+DRAWS = {
+    "greedy": (0.0, 0, 0.0, 0),
+    "temperature": (1.0, 0, 0.0, 0),
+    "top_k 50": (1.0, 50, 0.0, 0),
+    "top_p 0.9": (1.0, 0, 0.0, int(0.9 * 2**64)),
+}
 
 
 def workloads() -> Iterator[tuple[str, Workload]]:
@@ -29,6 +38,9 @@ def workloads() -> Iterator[tuple[str, Workload]]:
     for kind in ("float32", "bfloat16", "int8", "int4"):
         for num_tokens in (1, 8, 64):
             yield f"linear {kind} 8192x8192, {num_tokens} rows", partial(linear, kind=kind, num_tokens=num_tokens)
+    for batch in (1, 64):
+        for name, draw in DRAWS.items():
+            yield f"sample {name}, {batch} x 128256", partial(sample, batch=batch, draw=draw)
 
 
 def copy(device: Device, num_bytes: int) -> tuple[Callable[[], None], int]:
@@ -60,6 +72,14 @@ def linear(device: Device, kind: str, num_tokens: int, size: int = 8192) -> tupl
     weight = device.ops.empty_weight((size, size), kind, device.xp)
     x, out = (device.xp.ones((num_tokens, size), np.float32) for _ in range(2))
     return lambda: device.ops.linear(out, x, weight, None), weight.nbytes
+
+
+def sample(device: Device, batch: int, draw: tuple[float, int, float, int]) -> tuple[Callable[[], None], int]:
+    """A token of each of some rows of a large vocabulary."""
+    logits = device.array(3 * np.random.default_rng(0).standard_normal((batch, 128256), np.float32))
+    draws = device.array(as_words(np.array([(*draw, seed, 0, 0) for seed in range(batch)], DRAW)))
+    out = device.empty((batch,), np.int32)
+    return lambda: device.ops.sample(out, logits, draws), int(logits.nbytes)
 
 
 def time_of(device: Device, call: Callable[[], Any], repeats: int = 10, replays: int = 6) -> float:

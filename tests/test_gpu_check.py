@@ -31,7 +31,17 @@ def test_everything_is_right_in_the_simulator(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     names = " ".join(row["name"] for row in report["rows"])
-    for op in ("linear", "embed", "norms", "elementwise", "rope_and_cache", "copy_blocks", "attention", "tokens"):
+    for op in (
+        "linear",
+        "embed",
+        "norms",
+        "elementwise",
+        "rope_and_cache",
+        "copy_blocks",
+        "sample",
+        "attention",
+        "tokens",
+    ):
         assert op in names
     assert f"{len(report['rows'])} passed, 0 failed" in result.stdout
     assert "left out" not in result.stdout

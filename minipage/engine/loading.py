@@ -33,14 +33,14 @@ from .headers import Headers, read_headers
 from .preemption import PreemptionCost
 from .prefix_store import PrefixStore
 from .prompt import PromptReader
-from .ranks import ShardRunner, check_agreement, refuse_second, serve_rank_0, with_threads
+from .ranks import ShardRunner, check_agreement, check_first, serve_rank_0, with_threads
 from .runner import Runner
 from .scheduler import Scheduler
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was loaded, for callers who want to report it."""
+    """What was loaded, for callers who want to report it; of several ranks, sizes are those of this one."""
 
     path: str
     config: ModelConfig
@@ -63,7 +63,7 @@ def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelI
     OutOfMemoryError where the device has no room, RankError where another rank did.
     """
     if config.tensor_parallel_size > 1:
-        refuse_second(config.tensor_parallel_size)
+        check_first(config.tensor_parallel_size)
     ranks = join_ranks(config.tensor_parallel_size)
     if ranks.size > 1:
         check_agreement(ranks, model, config)

@@ -28,17 +28,21 @@ from .runner import Runner, Work
 logger = logging.getLogger("minipage")
 
 
-def refuse_second(size: int) -> None:
-    """Raise InvalidArgumentError where this process has had an engine of several ranks, with which the others end."""
-    if ShardRunner.exists:
+#: Set where this process has loaded a model together with others, or tried: they end with its engine, or without one.
+_has_loaded = threading.Event()
+
+
+def check_first(size: int) -> None:
+    """Raise InvalidArgumentError where there are no other ranks any more."""
+    if _has_loaded.is_set():
         raise InvalidArgumentError(
-            f"tensor_parallel_size={size}: the other ranks serve the LLM that this program has had, and end with it; allowed: "
-            "one LLM of several ranks a program"
+            f"tensor_parallel_size={size}: the other ranks end with the LLM that this program has had, or failed to load; "
+            "allowed: one LLM of several ranks a program"
         )
 
 
 def check_agreement(communicator: Communicator, model: str | None, config: EngineConfig) -> None:
-    """Raise InvalidArgumentError where the ranks were not given the same model and keywords."""
+    """Raise InvalidArgumentError where the ranks are not to load the same model with the same keywords."""
     for rank, (other_model, other) in enumerate(communicator.exchange((model, config))):
         pairs = [("model", model, other_model)]
         pairs += [(field.name, getattr(config, field.name), getattr(other, field.name)) for field in fields(config)]
@@ -47,6 +51,7 @@ def check_agreement(communicator: Communicator, model: str | None, config: Engin
                 raise InvalidArgumentError(
                     f"rank {communicator.rank} has {name}={mine!r} and rank {rank} {theirs!r}; all must be given the same"
                 )
+    _has_loaded.set()
 
 
 def with_threads(communicator: Communicator, config: EngineConfig) -> EngineConfig:
@@ -67,9 +72,6 @@ def serve_rank_0(engine: Engine) -> None:
 class ShardRunner(Runner):
     """The runner of a rank. Rank 0's is used as any other; on the others :meth:`follow` does what that one does."""
 
-    #: Whether this process has one: the other ranks end with it, so there is no second.
-    exists = False
-
     def __init__(
         self, device: Device, model: Decoder, *args: Any, tokens: Tokens, vocab_size: int, **keywords: Any
     ) -> None:
@@ -77,7 +79,6 @@ class ShardRunner(Runner):
         super().__init__(device, model, *args, rows_of=tokens.rows, **keywords)
         self._communicator = device.communicator
         self._vocab_size = vocab_size
-        ShardRunner.exists = True
         # Lets the other ranks end, at the latest when the interpreter does.
         self._end = weakref.finalize(self, self._communicator.send, None)
         if self._communicator.rank > 0:

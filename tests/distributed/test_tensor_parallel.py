@@ -14,6 +14,7 @@ from helpers import models, rank_program
 
 from minipage import LLM
 from minipage.device import Communicator
+from minipage.device.cpu import physical_cores
 from minipage.errors import InvalidArgumentError
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -143,7 +144,8 @@ from minipage import LLM, SamplingParams
 keywords = {"device": "cpu", "num_blocks": 20, "tensor_parallel_size": 2}
 print("before", flush=True)
 with LLM(sys.argv[1], **keywords) as llm:
-    print(len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids), flush=True)
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    print(len(output.outputs[0].token_ids), llm.engine.runner._device.num_threads, flush=True)
     for change in (llm.save_prefix_cache, llm.load_prefix_cache):
         try:
             change("cache.safetensors")
@@ -157,10 +159,29 @@ except ValueError as error:
     done = run(["-c", code, model()])
     assert done.returncode == 0, done.stderr
     before, also_before, length, *errors = done.stdout.splitlines()
-    assert (before, also_before, length) == ("before", "before", "4")
+    assert (before, also_before) == ("before", "before")
+    assert length == f"4 {max(1, physical_cores() // 2)}"  # ranks on the same cores share them
     assert [error.split(":")[0] for error in errors] == ["tensor_parallel_size=2"] * 3
     assert "neither saved nor loaded" in errors[0] and errors[1] == errors[0]
     assert "one LLM of several ranks a program" in errors[2]
+
+
+def test_there_is_no_second_try_without_the_others(model: Any) -> None:
+    """Where loading failed they have ended, and rank 0 says so rather than wait for them."""
+    code = """
+import sys
+sys.path.insert(0, "..")
+from minipage import LLM
+for max_model_len in (5000, 100):
+    try:
+        LLM(sys.argv[1], device="cpu", num_blocks=20, max_model_len=max_model_len, tensor_parallel_size=2)
+    except ValueError as error:
+        print(error, flush=True)
+"""
+    done = run(["-c", code, model()])
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "max_model_len=5000" in first and "one LLM of several ranks a program" in second
 
 
 @pytest.mark.parametrize("ending", ["raise KeyError('lost')", "sys.exit(3)", "os._exit(3)"])

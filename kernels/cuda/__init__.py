@@ -8,7 +8,8 @@ from ..dtypes import STORAGE
 from .attention import paged_attention
 from .blocks import copy_blocks, swap_blocks
 from .elementwise import add, gated_activation, gather_rows
-from .linear import embed, linear
+from .embedding import embed
+from .linear import linear
 from .norm import add_rms_norm, layer_norm, rms_norm
 from .rope import rope, rope_and_cache
 from .sampling import sample

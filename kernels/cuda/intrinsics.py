@@ -4,10 +4,12 @@ A word is a uint32. ``words`` are four of them, as one 16-byte access moves them
 begins, and must make an address that is a multiple of 16 bytes.
 
     load16(array, offset)            words from global or shared memory
+    stream16(array, offset)          the same, from global memory that nothing writes and that is read once: it takes no cache
     store16(array, offset, words)    and back
     unpack_half(word), unpack_bfloat16(word)         the two floats of a word, the one in its low bits first
     pack_half(low, high), pack_bfloat16(low, high)   two float32 to the nearest, as a word
     float_bits(x), bits_float(word)                  the bits of a float32, and back
+    multiply_add(x, y, z)                            x * y + z of float32, rounded once, wherever the compiler sees it
     mma_half(c, a, b), mma_bfloat16(c, a, b)         c + a @ b on tensor cores, by a whole warp: see below
     load_matrices(array, offset), load_matrices_transposed(array, offset)   four 8x8 matrices of 16-bit elements
 
@@ -34,12 +36,13 @@ from .target import SIMULATED
 
 WORD, SINGLE, SHORT = ir.IntType(32), ir.FloatType(), ir.IntType(16)
 WORDS = ir.VectorType(WORD, 4)
-SHARED_SPACE = 3  #: LLVM's address space of shared memory
+GLOBAL_SPACE, SHARED_SPACE = 1, 3  #: LLVM's address spaces of global and shared memory
 
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
     "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
 )
+_STREAM = "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];"
 _LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4{0}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
 
 
@@ -56,7 +59,7 @@ def _tuple(context: Any, builder: Any, sig: Any, values: list[Any]) -> Any:
     return context.make_tuple(builder, sig.return_type, values)
 
 
-def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any]:
+def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any, Any]:
     words = types.UniTuple(types.uint32, 4)
 
     def load16(typingctx: Any, array: Any, offset: Any) -> Any:
@@ -64,6 +67,17 @@ def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, 
             pointer = _as_words(builder, _pointer(context, builder, sig.args[0], args[0], args[1]))
             value = builder.load(pointer, align=16)
             return _tuple(context, builder, sig, [builder.extract_element(value, WORD(i)) for i in range(4)])
+
+        return words(array, types.int64), emit
+
+    def stream16(typingctx: Any, array: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = _pointer(context, builder, sig.args[0], args[0], args[1])
+            space = pointer.type.pointee.as_pointer(GLOBAL_SPACE)
+            address = builder.ptrtoint(builder.addrspacecast(pointer, space), ir.IntType(64))
+            function = ir.FunctionType(ir.LiteralStructType([WORD] * 4), [address.type])
+            result = builder.call(ir.InlineAsm(function, _STREAM, "=r,=r,=r,=r,l"), [address])
+            return _tuple(context, builder, sig, [builder.extract_value(result, i) for i in range(4)])
 
         return words(array, types.int64), emit
 
@@ -78,7 +92,7 @@ def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, 
 
         return types.void(array, types.int64, words), emit
 
-    return intrinsic(load16), intrinsic(store16)
+    return intrinsic(load16), intrinsic(stream16), intrinsic(store16)
 
 
 def _pair_intrinsics(types: Any, intrinsic: Callable[..., Any], storage: str, name: str) -> tuple[Any, Any]:
@@ -110,6 +124,14 @@ def _bit_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any
         return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], SINGLE)
 
     return intrinsic(float_bits), intrinsic(bits_float)
+
+
+def _multiply_add(types: Any, intrinsic: Callable[..., Any]) -> Any:
+    def multiply_add(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+        single = types.float32
+        return single(single, single, single), lambda context, builder, sig, args: builder.fma(*args)
+
+    return intrinsic(multiply_add)
 
 
 def _mma_intrinsic(types: Any, intrinsic: Callable[..., Any], operand: str) -> Any:
@@ -155,9 +177,11 @@ if SIMULATED:
         load_matrices_transposed,
         mma_bfloat16,
         mma_half,
+        multiply_add,
         pack_bfloat16,
         pack_half,
         store16,
+        stream16,
         unpack_bfloat16,
         unpack_half,
     )
@@ -165,10 +189,11 @@ else:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    load16, store16 = _memory_intrinsics(types, intrinsic)
+    load16, stream16, store16 = _memory_intrinsics(types, intrinsic)
     unpack_half, pack_half = _pair_intrinsics(types, intrinsic, "float16", "f16")
     unpack_bfloat16, pack_bfloat16 = _pair_intrinsics(types, intrinsic, "uint16", "bf16")
     float_bits, bits_float = _bit_intrinsics(types, intrinsic)
+    multiply_add = _multiply_add(types, intrinsic)
     mma_half, mma_bfloat16 = (_mma_intrinsic(types, intrinsic, operand) for operand in ("f16", "bf16"))
     load_matrices, load_matrices_transposed = (_matrix_intrinsic(types, intrinsic, how) for how in ("", ".trans"))
 
@@ -180,9 +205,11 @@ __all__ = [
     "load_matrices_transposed",
     "mma_bfloat16",
     "mma_half",
+    "multiply_add",
     "pack_bfloat16",
     "pack_half",
     "store16",
+    "stream16",
     "unpack_bfloat16",
     "unpack_half",
 ]

@@ -32,6 +32,10 @@ def load16(array: Array, offset: int) -> Words:
     return tuple(np.uint32(word) for word in _memory(array, offset))
 
 
+def stream16(array: Array, offset: int) -> Words:
+    return load16(array, offset)
+
+
 def store16(array: Array, offset: int, words: Words) -> None:
     _memory(array, offset)[:] = [int(word) for word in words]
 
@@ -60,6 +64,10 @@ def float_bits(x: Any) -> Any:
 
 def bits_float(word: Any) -> Any:
     return np.uint32(word).view(np.float32)
+
+
+def multiply_add(x: Any, y: Any, z: Any) -> Any:
+    return np.float32(np.float64(x) * np.float64(y) + np.float64(z))
 
 
 def mma_half(c: Words, a: Words, b: Words) -> Words:

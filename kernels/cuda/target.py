@@ -95,6 +95,26 @@ def to_host(array: Array) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
+_scratch: dict[tuple[str, int, int], list[Array]] = {}
+
+
+def scratch(name: str, num_floats: int) -> Array:
+    """At least ``num_floats`` float32, of any values, for ops of the current stream that share ``name``.
+
+    They are the same ones from call to call, and grow. Those that were outgrown are kept, for CUDA graphs may write to them; and
+    an op is called once before it is recorded, since nothing may be allocated while a stream is captured.
+    """
+    if SIMULATED:
+        return np.full(num_floats, np.nan, np.float32)
+    import cupy
+
+    key = name, cupy.cuda.get_device_id(), cupy.cuda.get_current_stream().ptr
+    kept = _scratch.setdefault(key, [])
+    if not kept or kept[-1].size < num_floats:
+        kept.append(cupy.empty(1 << (num_floats - 1).bit_length(), np.float32))
+    return kept[-1]
+
+
 class _Unsynchronised:
     """A CuPy array without its stream: launches are on that stream, while Numba would wait for it on the host each time."""
 
@@ -107,6 +127,15 @@ def _argument(arg: Any) -> Any:
         # An array that is on the device already: others are copied there and back for each launch.
         return FakeCUDAArray(arg) if isinstance(arg, np.ndarray) else arg
     return _Unsynchronised(arg) if hasattr(arg, "__cuda_array_interface__") else arg
+
+
+def is_capturing() -> bool:
+    """Whether the current stream's launches are recorded as a CUDA graph."""
+    if SIMULATED:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.get_current_stream().is_capturing())
 
 
 _streams: dict[int, Any] = {}

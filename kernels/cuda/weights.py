@@ -1,11 +1,18 @@
-"""Packed weights on a GPU: rows one after the other, and how a kernel reads an element of each kind.
+"""Packed weights on a GPU: layouts in which a lane's operands of tensor-core products are 16 bytes side by side.
 
-    float kinds       rows [N, K] in their own dtype
-    int8              codes int8 [N, G * 32], scales float16 [N, G]
-    int4              codes uint8 [N, G * 16], two inputs a byte, the even one in the low half; scales and minima float16 [N, G]
+    float kinds       rows [N, Kp] in their own dtype: plain rows, for cuBLAS reads them as well
+    int8              codes words [tiles, G * 128], scales words [tiles, G * 8]
+    int4              codes words [tiles, U * 128], scales and minima words [tiles, U * 16]
     int4_symmetric    the same without minima
 
-with G = ceil(K / 32) groups of inputs a row.
+with Kp = K padded with zeros to a multiple of 8, tiles = ceil(N / 16) of 16 rows, G = ceil(K / 32) groups, U = ceil(G / 2)
+pairs of groups, and words of 32 bits. The rows of a tile are r = g + 8h, and with g in 0..7 and p in 0..3 as in
+:mod:`.intrinsics`,
+
+    int8              codes [G, g, p, h, 2]    the eight codes 8p.. of a group of row r, a byte each
+    int4 kinds        codes [U, g, p, h, 2]    of each of two groups the eight codes 8p.. of row r, four bits each, in the order
+                      of NIBBLES, so that a word shifted by 4i has the codes 2i and 2i+1 at bits 0 and 16
+    scales, minima    [groups, g, h]           float16, so that a word has those of rows g and g + 8
 """
 
 from __future__ import annotations
@@ -13,45 +20,47 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy import float32
 
 from ..dtypes import STORAGE, convert, to_float32
 from ..ops import GROUP_SIZE, WEIGHT_KINDS, Groups, PackedWeight
-from ..quantization import (
-    INT4_ZERO,
-    check_groups,
-    check_rows,
-    code_dtype,
-    dequantize,
-    num_groups,
-    quantize,
-    ungroup,
-    unpacked,
-)
-from .formats import widen
-from .target import pure_function, to_device, to_host
+from ..quantization import check_groups, check_rows, dequantize, num_groups, quantize, ungroup, unpacked
+from .target import blocks_for, to_device, to_host
 
 Array = Any
+
+TILE = 16  #: rows of a tile
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  #: which of eight codes is where in a word, from its low bits on
+ROW_MULTIPLE = 8  #: elements to which the rows of the float kinds are padded
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
     """See :meth:`kernels.ops.Ops.empty_weight`."""
     num_rows, num_inputs = shape
     if kind in STORAGE:
-        return PackedWeight(kind, shape, (xp.zeros(shape, STORAGE[kind]),))
+        padded = blocks_for(num_inputs, ROW_MULTIPLE) * ROW_MULTIPLE
+        return PackedWeight(kind, shape, (xp.zeros((num_rows, padded), STORAGE[kind]),))
     if kind not in WEIGHT_KINDS:
         raise ValueError(f"kind {kind!r} is not a weight kind; allowed: {', '.join(WEIGHT_KINDS)}")
-    groups = num_groups(num_inputs)
-    codes = xp.zeros((num_rows, groups * GROUP_SIZE // (1 if kind == "int8" else 2)), code_dtype(kind))
-    per_group = [xp.zeros((num_rows, groups), np.float16) for _ in range(2 if kind == "int4" else 1)]
-    return PackedWeight(kind, shape, (codes, *per_group))
+    tiles, steps = blocks_for(num_rows, TILE), num_steps(num_inputs, kind)
+    words = [128, *[8 * groups_of_step(kind)] * (2 if kind == "int4" else 1)]
+    return PackedWeight(kind, shape, tuple(xp.zeros((tiles, steps * count), np.uint32) for count in words))
+
+
+def groups_of_step(kind: str) -> int:
+    """Groups whose codes a warp reads at once, 16 bytes a lane."""
+    return 1 if kind == "int8" else 2
+
+
+def num_steps(num_inputs: int, kind: str) -> int:
+    """How many times a warp reads codes at once for a row of ``num_inputs``."""
+    return blocks_for(num_groups(num_inputs), groups_of_step(kind))
 
 
 def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
     """See :meth:`kernels.ops.Ops.pack_rows`."""
     check_rows(weight, start, rows)
     if weight.kind in STORAGE:
-        weight.arrays[0][start : start + len(rows)] = to_device(convert(rows, weight.kind))
+        weight.arrays[0][start : start + len(rows), : rows.shape[1]] = to_device(convert(rows, weight.kind))
     else:
         pack_groups(weight, start, quantize(to_float32(rows), weight.kind))
 
@@ -59,55 +68,61 @@ def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
 def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     """See :meth:`kernels.ops.Ops.pack_groups`."""
     check_groups(weight, start, groups)
-    codes = unpacked(groups, weight.kind).codes
+    step = groups_of_step(weight.kind)
+    missing = -groups.codes.shape[1] % step
+    codes = np.pad(unpacked(groups, weight.kind).codes, ((0, 0), (0, missing), (0, 0)))
     if weight.kind != "int8":
-        codes = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
-    parts = (codes.reshape(len(codes), -1), groups.scales, groups.minima)
-    for array, part in zip(weight.arrays, parts, strict=False):
-        array[start : start + len(part)] = to_device(part)
+        codes = _nibbles(codes)
+    # [n, steps, groups of a step, p, bytes] -> [n, steps, p, two words]
+    codes = codes.reshape(len(codes), -1, step, 4, 8 // step).swapaxes(2, 3)
+    words = np.ascontiguousarray(codes).reshape(*codes.shape[:2], 4, 8).view(np.uint32)
+    at = tuple(to_device(part) for part in _places(start, len(words)))
+    _rows_of_codes(weight.arrays[0])[at] = to_device(words)
+    for array, part in zip(weight.arrays[1:], groups[1:], strict=False):
+        _rows_of_factors(array)[at] = to_device(np.pad(part, ((0, 0), (0, missing))))
 
 
 def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
     """See :meth:`kernels.ops.Ops.unpack_rows`."""
-    codes, *per_group = (to_host(array[start:stop]) for array in weight.arrays)
     if weight.kind in STORAGE:
-        return to_float32(codes)
-    if weight.kind != "int8":
-        codes = np.stack([codes & 15, codes >> 4], axis=-1)
-    scales, minima = per_group[0], per_group[1] if weight.kind == "int4" else None
-    groups = Groups(codes.reshape(*scales.shape, GROUP_SIZE), scales, minima)
-    return ungroup(dequantize(groups, weight.kind), weight.shape[1])
+        return to_float32(to_host(weight.arrays[0][start:stop])[:, : weight.shape[1]])
+    first, last = start // TILE, blocks_for(stop, TILE)
+    at = _places(start - first * TILE, stop - start)
+    codes, *factors = (to_host(array[first:last]) for array in weight.arrays)
+    step, groups = groups_of_step(weight.kind), num_groups(weight.shape[1])
+    words = np.ascontiguousarray(_rows_of_codes(codes)[at])  # [n, steps, p, 2]
+    per_lane = words.view(np.uint8).reshape(*words.shape[:2], 4, step, 8 // step).swapaxes(2, 3)
+    if weight.kind == "int8":
+        eights = per_lane.view(np.int8)
+    else:
+        eights = np.empty((*per_lane.shape[:-1], 8), np.uint8)
+        eights[..., NIBBLES] = np.stack([per_lane & 15, per_lane >> 4], axis=-1).reshape(eights.shape)
+    codes = eights.reshape(stop - start, words.shape[1] * step, GROUP_SIZE)[:, :groups]
+    scales, minima = (*(_rows_of_factors(array)[at][:, :groups] for array in factors), None)[:2]
+    return ungroup(dequantize(Groups(np.ascontiguousarray(codes), scales, minima), weight.kind), weight.shape[1])
 
 
-@pure_function
-def float_element(codes: Array, scales: Array, minima: Array, row: Any, column: Any) -> Any:
-    return widen(codes[row, column])
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """Codes [n, G, 32] of 0..15 as bytes [n, G, 16], eight codes in four bytes, in the order of NIBBLES."""
+    eights = codes.reshape(*codes.shape[:2], 4, 8)[..., NIBBLES]
+    packed: np.ndarray = eights[..., 0::2] | eights[..., 1::2] << np.uint8(4)
+    return packed.reshape(*codes.shape[:2], GROUP_SIZE // 2)
 
 
-@pure_function
-def int8_element(codes: Array, scales: Array, minima: Array, row: Any, column: Any) -> Any:
-    return float32(codes[row, column]) * widen(scales[row, column // GROUP_SIZE])
+def _places(start: int, count: int) -> tuple[Array, Array, Array]:
+    """Tile, h and g of ``count`` rows from ``start`` on."""
+    rows = np.arange(start, start + count)
+    return rows // TILE, rows % TILE // 8, rows % 8
 
 
-@pure_function
-def int4_element(codes: Array, scales: Array, minima: Array, row: Any, column: Any) -> Any:
-    code = (codes[row, column // 2] >> (column % 2 * 4)) & 15
-    group = column // GROUP_SIZE
-    return float32(code) * widen(scales[row, group]) + widen(minima[row, group])
+def _rows_of_codes(array: Array) -> Array:
+    """Words of codes [tiles, steps * 128] as a view [tiles, h, g, steps, p, 2]."""
+    return array.reshape(len(array), -1, 8, 4, 2, 2).transpose(0, 4, 2, 1, 3, 5)
 
 
-@pure_function
-def int4_symmetric_element(codes: Array, scales: Array, minima: Array, row: Any, column: Any) -> Any:
-    code = (codes[row, column // 2] >> (column % 2 * 4)) & 15
-    return (float32(code) - float32(INT4_ZERO)) * widen(scales[row, column // GROUP_SIZE])
-
-
-#: How a kernel reads element (row, column) of each kind as float32, from the three arrays that :func:`arrays_of` gives.
-ELEMENTS = dict.fromkeys(STORAGE, float_element) | {
-    "int8": int8_element,
-    "int4": int4_element,
-    "int4_symmetric": int4_symmetric_element,
-}
+def _rows_of_factors(array: Array) -> Array:
+    """Words of scales or minima [tiles, groups * 8] as a float16 view [tiles, h, g, groups]."""
+    return array.view(np.float16).reshape(len(array), -1, 8, 2).transpose(0, 3, 2, 1)
 
 
 def arrays_of(weight: PackedWeight) -> tuple[Array, Array, Array]:

@@ -5,33 +5,83 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minipage.kernels.cuda.linear import embed_kernels, linear_kernels
-from minipage.kernels.cuda.target import THREADS
+from minipage.kernels.cuda import linear_blas, linear_few, linear_float32, linear_many
+from minipage.kernels.cuda.embedding import embed_kernels
+from minipage.kernels.cuda.linear_parts import num_splits
+from minipage.kernels.cuda.target import THREADS, WARP, blocks_for
+from minipage.kernels.cuda.weights import TILE
 
-from .specimens import F16, FLOATS, I8, I64, IDS, ROWS, U8, VECTOR, Launch, Specimen, array
+from .specimens import F32, FLOATS, I64, IDS, ROWS, U32, VECTOR, Launch, Specimen, array
 
-#: What a weight of each kind is stored as.
-CODES: dict[str, Any] = {**FLOATS, "int8": I8, "int4": U8, "int4_symmetric": U8}
-SIZE = 4096  #: outputs and inputs of the layer that is reported
+BITS = {"float32": 32.0, "float16": 16, "bfloat16": 16, "int8": 8.5, "int4": 5, "int4_symmetric": 4.5}  #: of a weight
+SHAPES = (
+    (4096, 4096),
+    (28672, 4096),
+    (1024, 2048),
+    (128256, 4096),
+)  #: outputs and inputs of the layers that are reported
 
 
 def packed(kind: str) -> tuple[Any, Any, Any]:
-    """The types of codes, scales and minima; where a kind has none, its last array stands in."""
-    codes, halves = array(CODES[kind], 2), array(F16, 2)
-    return (codes, halves, halves) if kind.startswith("int") else (codes, codes, codes)
+    """The types of codes, scales and minima."""
+    codes = array(FLOATS.get(kind, U32), 2)
+    return codes, codes, codes
 
 
-def weight_bytes(kind: str) -> int:
-    """Bytes of a layer of SIZE times SIZE."""
-    bits = {"int8": 8.5, "int4": 5, "int4_symmetric": 4.5}.get(kind) or CODES[kind].bitwidth
-    return int(SIZE * SIZE * bits / 8)
+def launch_of(tokens: int, shape: tuple[int, int], kind: str, blocks: int) -> Launch:
+    """A launch that reads a weight, and has float32 inputs and outputs."""
+    outputs, inputs = shape
+    num_bytes = outputs * inputs * BITS[kind] / 8 + 4 * tokens * (outputs + inputs)
+    return Launch(f"{tokens} rows, {outputs} x {inputs}", blocks, int(num_bytes))
 
 
 def specimens() -> Iterator[Specimen]:
-    """Each kernel for each kind of weights."""
-    for kind in CODES:
-        arrays = packed(kind)
-        launch = Launch(f"1 row, {SIZE} x {SIZE}", SIZE // 32, weight_bytes(kind))
-        kernel = linear_kernels[kind]
-        yield Specimen(f"linear {kind}", kernel, (ROWS, ROWS, *arrays, VECTOR, I64), 256, launch=launch)
-        yield Specimen(f"embed {kind}", embed_kernels[kind], (ROWS, *arrays, IDS), THREADS)
+    """Each kernel for each kind of weights; of some kinds, more than one of the sizes, and both accesses to x."""
+    for kind, by_tokens in linear_many.many_kernels.items():
+        yield _few(kind, 8, "wide")
+        yield _many(kind, max(by_tokens), "wide")
+    yield _few("bfloat16", 1, "wide")
+    yield _few("bfloat16", 4, "wide")
+    yield _many("bfloat16", 4, "wide")
+    yield _few("int4", 16, "plain")
+    yield _many("int4", 5, "plain")
+    yield Specimen("merge_parts", linear_many.merge_parts_kernel, (ROWS, VECTOR, I64, F32, VECTOR, I64), THREADS)
+    for access in ("wide", "plain"):
+        yield from _others(access)
+
+
+def _few(kind: str, splits: int, access: str) -> Specimen:
+    """The kernel for few tokens for a number of parts."""
+    signature = (ROWS, ROWS, *packed(kind), VECTOR, I64, I64)
+    shape = next((shape for shape in SHAPES if num_splits(shape) == splits), None)
+    launch = shape and launch_of(1, shape, kind, blocks_for(shape[0], TILE))
+    kernel, name = linear_few.few_kernels[kind][splits][access], f"linear {kind} few, {splits} parts {access}"
+    return Specimen(name, kernel, signature, splits * WARP, wide_loads=True, tensor_cores=True, launch=launch)
+
+
+def _many(kind: str, log_tokens: int, access: str) -> Specimen:
+    """The kernel for many tokens, so many at once."""
+    signature, threads = (VECTOR, ROWS, *packed(kind), I64), linear_many.WARPS * WARP
+    tokens, shape = 1 << log_tokens, SHAPES[0]
+    blocks = blocks_for(shape[0], TILE * linear_many.WARPS) * num_splits(shape)
+    launch = launch_of(tokens, shape, kind, blocks)
+    kernel, name = linear_many.many_kernels[kind][log_tokens][access], f"linear {kind} {tokens} at once {access}"
+    return Specimen(name, kernel, signature, threads, True, True, launch, fills_gpu=True)
+
+
+def _others(access: str) -> Iterator[Specimen]:
+    """float32, what is around cuBLAS, and the embedding; with plain access, of one kind."""
+    is_wide = access == "wide"
+    for log_tokens in (0, linear_float32.MOST_LOG_TOKENS) if is_wide else (linear_float32.MOST_LOG_TOKENS,):
+        tokens, shape = 1 << log_tokens, SHAPES[0]
+        signature, threads = (ROWS, ROWS, ROWS, VECTOR, I64), linear_float32.WARPS * WARP
+        launch = launch_of(tokens, shape, "float32", blocks_for(shape[0], linear_float32.ROWS))
+        kernel, name = linear_float32.float32_kernels[log_tokens][access], f"linear float32 {tokens} at once {access}"
+        yield Specimen(name, kernel, signature, threads, True, launch=launch, fills_gpu=True)
+    yield Specimen(f"add_bias {access}", linear_blas.add_bias_kernels[access], (ROWS, ROWS), THREADS, is_wide)
+    for kind in linear_blas.narrow_kernels if is_wide else ("float16",):
+        kernel = linear_blas.narrow_kernels[kind][access]
+        yield Specimen(f"narrow {kind} {access}", kernel, (VECTOR, ROWS, I64), THREADS, is_wide)
+    for kind in embed_kernels if is_wide else ("int4",):
+        signature = (ROWS, *packed(kind), IDS)
+        yield Specimen(f"embed {kind} {access}", embed_kernels[kind][access], signature, THREADS, kind in FLOATS)

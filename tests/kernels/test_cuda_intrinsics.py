@@ -23,9 +23,11 @@ from minipage.kernels.cuda.intrinsics import (  # noqa: E402
     load_matrices_transposed,
     mma_bfloat16,
     mma_half,
+    multiply_add,
     pack_bfloat16,
     pack_half,
     store16,
+    stream16,
     unpack_bfloat16,
     unpack_half,
 )
@@ -40,14 +42,15 @@ def run(function: Any, *arrays: Array) -> list[Array]:
     return [CUDA.host(x) for x in on_device]
 
 
+@pytest.mark.parametrize("load", [load16, stream16])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16, np.int8])
-def test_wide_copies(dtype: Any) -> None:
+def test_wide_copies(dtype: Any, load: Any) -> None:
     """Sixteen bytes are moved as they are, whatever the type."""
 
     @kernel
     def copy(out: Array, x: Array) -> None:
         offset = cuda.threadIdx.x * (16 // x.itemsize)
-        store16(out, offset, load16(x, offset))
+        store16(out, offset, load(x, offset))
 
     x = np.random.default_rng(1).integers(0, 256, 512).astype(np.uint8).view(dtype)
     assert_same_bits(run(copy, np.zeros_like(x), x)[0].view(np.uint8), x.view(np.uint8))
@@ -83,6 +86,18 @@ def test_pairs(kind: str) -> None:
     assert_same_bits(words.view(np.uint16), convert(x, kind).view(np.uint16).reshape(-1))
     assert_same_bits(unpacked, to_float32(convert(x, kind)))
     assert_same_bits(bits, x[:, 0].copy().view(np.uint32))
+
+
+def test_multiply_add_rounds_once() -> None:
+    """The product is exact: of (1 + e)**2 - (1 + 2e), e**2 is left."""
+
+    @kernel
+    def compute(out: Array, x: Array) -> None:
+        i = cuda.threadIdx.x
+        out[i] = multiply_add(x[i], x[i], -(x[i] + x[i] - np.float32(1)))
+
+    e = np.float32(2.0) ** -np.arange(13, 23).repeat(4)[:32].astype(np.float32)
+    assert_same_bits(run(compute, np.zeros(32, np.float32), np.float32(1) + e)[0], e * e)
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])

@@ -199,8 +199,8 @@ def test_bytes_of_a_weight(impl: Implementation, kind: str, bits: float) -> None
     """A weight takes the bits of its kind, the scales of the groups among them; the reference has a byte for each code."""
     if impl is REFERENCE and kind in ("int4", "int4_symmetric"):
         bits += 4
-    weight = impl.device.ops.empty_weight((64, 96), kind, impl.device.xp)
-    assert weight.nbytes == 64 * 96 * bits // 8
+    weight = impl.device.ops.empty_weight((64, 128), kind, impl.device.xp)
+    assert weight.nbytes == 64 * 128 * bits // 8
 
 
 @cases(WEIGHT_KINDS, WEIGHT_KINDS)
@@ -259,8 +259,10 @@ def test_nan_and_infinity_pass_through(impl: Implementation, case: str) -> None:
     x[2, 39], x[5, 0] = np.nan, np.inf
     result = impl.result("linear", (8, 20), x, impl.weight(np.ones((20, 40), np.float32), case), None)
     assert np.isnan(result[2]).all()
-    # Quantised inputs have no infinity: the CPU makes a NaN of it.
-    assert (np.isnan if impl is CPU and case in GROUP_KINDS else np.isposinf)(result[5]).all()
+    # Quantised inputs have no infinity: the CPU makes a NaN of it. So does CUDA for 4 bits: it adds codes of one sign and takes
+    # off what they are too much, infinity from infinity.
+    is_lost = case in GROUP_KINDS if impl is CPU else impl.name.startswith("cuda") and case.startswith("int4")
+    assert (np.isnan if is_lost else np.isposinf)(result[5]).all()
     assert np.isfinite(np.delete(result, [2, 5], axis=0)).all()
 
 

@@ -1,0 +1,97 @@
+"""Linear layers of up to eight tokens on tensor cores: a weight is read once, at the speed of memory, in one launch.
+
+A thread block has a tile of 16 outputs, and each of its warps a part of the inputs, tokens included: it brings 2 KB of them at a
+time to its own shared memory, many inputs of one token or fewer of eight. At the end the parts are merged in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy import float32, uint32
+
+from .intrinsics import load16
+from .linear_operands import KINDS, STEP, Kind
+from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, factors_of, reading_ahead, staging
+from .rows import choose, for_each_access
+from .target import WARP, blocks_for, cuda, kernel, launch
+from .weights import TILE
+
+Array = Any
+
+FEW = 8  #: the most tokens
+LOG_ITEMS = 6  #: a warp's at a time: two a lane
+ITEMS = 1 << LOG_ITEMS
+NO_WORDS = (uint32(0), uint32(0), uint32(0), uint32(0))
+
+
+def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
+    stage, factors, (begin, go_on) = staging(kind, load), factors_of(kind), reading_ahead(kind)
+    operands, add, unit, shifted = kind.operands, kind.add, float32(kind.unit), kind.shifted
+    num_words, num_totals, num_sums = splits * ITEMS * ITEM_WORDS, splits * ITEMS // 4, splits * TILE * FEW
+
+    @kernel
+    def linear_few_kernel(
+        out: Array, x: Array, codes: Array, scales: Array, minima: Array, bias: Array, has_bias: Any, log_tokens: Any
+    ) -> None:
+        # 2 ** log_tokens is the number of tokens, rounded up.
+        fragments = cuda.shared.array(num_words, uint32)
+        totals = cuda.shared.array(num_totals, float32)
+        merged = cuda.shared.array(num_sums, float32)
+        thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], 1 << log_tokens
+        lane, part = thread % WARP, thread // WARP
+        pair = 2 * (lane % 4)  # of the lane's two tokens, the first
+        room = Room(part * ITEMS * ITEM_WORDS, part * ITEMS // 4, tokens, LOG_ITEMS - log_tokens, LOG_ITEMS)
+        steps, at_once = (x.shape[1] + STEP - 1) // STEP, FEW >> log_tokens
+        first, stop = part * steps // splits, (part + 1) * steps // splits
+        sums = FOUR_ZEROS
+        ahead = begin(codes, outputs, tile, first, stop - 1, lane)
+        for chunk in range(first, stop, at_once):
+            cuda.syncwarp()
+            stage(fragments, totals, room, x, 0, chunk * STEP, lane, WARP)
+            cuda.syncwarp()
+            for step in range(chunk, min(chunk + at_once, stop)):
+                now, ahead = ahead[0], go_on(ahead, codes, outputs, tile, step, stop - 1, lane)
+                for half in range(2):
+                    group = 2 * (step - chunk) + half
+                    b, group_totals = (NO_WORDS, NO_WORDS), (ZERO, ZERO)
+                    if lane < 4 * tokens:
+                        place = room.start + group * tokens * 32 + lane * 4
+                        b = load16(fragments, place), load16(fragments, place + tokens * 16)
+                    if shifted and pair < tokens:
+                        place = room.start_total + group * tokens + pair
+                        group_totals = totals[place], totals[place + 1] if tokens > 1 else ZERO
+                    factor = factors(scales, minima, tile, 2 * step + half, lane)
+                    sums = add(sums, operands(now, half), b, factor, group_totals)
+        place = part * TILE * FEW + pair * TILE + lane // 4
+        merged[place], merged[place + TILE], merged[place + TILE // 2], merged[place + TILE + TILE // 2] = sums
+        cuda.syncthreads()
+        for i in range(thread, TILE * x.shape[0], splits * WARP):
+            token, output = i // TILE, tile * TILE + i % TILE
+            if output < outputs:
+                total = merged[i]
+                for other in range(1, splits):
+                    total += merged[other * TILE * FEW + i]
+                total *= unit
+                out[token, output] = total + bias[output] if has_bias else total
+
+    return linear_few_kernel
+
+
+def _kernels(kind: Kind, splits: int) -> Any:
+    return for_each_access(lambda load, store: _few_kernel(kind, splits, load))
+
+
+#: By kind of the weight, by number of parts, by access to x.
+few_kernels = {name: {splits: _kernels(kind, splits) for splits in SPLITS} for name, kind in KINDS.items()}
+
+
+def linear_few(
+    out: Array, x: Array, arrays: tuple[Array, Array, Array], kind: str, splits: int, bias: Array | None
+) -> None:
+    """out [T, N] = x [T, K] @ weight.T + bias for T <= FEW, the weight given by :func:`.weights.arrays_of`."""
+    tokens, outputs = out.shape
+    function = choose(few_kernels[kind][splits], x)
+    grid, threads = (blocks_for(outputs, TILE),), splits * WARP
+    any_bias = x.reshape(-1) if bias is None else bias
+    launch(function, grid, threads, out, x, *arrays, any_bias, int(bias is not None), (tokens - 1).bit_length())

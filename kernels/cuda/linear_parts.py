@@ -1,0 +1,121 @@
+"""What the two kernels for linear layers on tensor cores share: how inputs are cut into parts, and what comes before a product.
+
+Tokens are brought to shared memory as words of operand b (:mod:`.linear_operands`). What a thread brings at a time, eight inputs
+of a token, is an item; of 32 inputs, each token has four items of two times four words. A lane's four words of a product lie
+side by side, and so do those of all lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numpy import float32, uint32
+
+from .intrinsics import store16
+from .linear_operands import EIGHT, STEP, Kind, sum_of_parts
+from .target import blocks_for, cuda, device_function, pure_function
+from .weights import TILE
+
+Array = Any
+
+SPLITS = (1, 4, 8, 16)  #: into how many parts inputs may be cut
+ENOUGH = 2048  #: warps, each with a part of a tile, that keep all multiprocessors of a large GPU busy
+ITEM_WORDS = 8
+ALL_LANES = 0xFFFFFFFF
+ZERO = float32(0)
+FOUR_ZEROS = (ZERO, ZERO, ZERO, ZERO)
+
+
+def num_splits(shape: tuple[int, int]) -> int:
+    """Parts of the inputs of a weight of ``shape`` (N, K): the fewer outputs, the more; and none without a step."""
+    tiles, steps = blocks_for(shape[0], TILE), blocks_for(shape[1], STEP)
+    wanted = next((n for n in SPLITS if tiles * n >= ENOUGH), SPLITS[-1])
+    return max(n for n in SPLITS if n <= min(wanted, max(1, steps)))
+
+
+@device_function
+def quad_sum(value: Any) -> Any:
+    """The sum over four lanes side by side, in each of them."""
+    value += cuda.shfl_xor_sync(ALL_LANES, value, 1)
+    value += cuda.shfl_xor_sync(ALL_LANES, value, 2)
+    return value
+
+
+class Room(NamedTuple):
+    """Where items go: the first word, the first total, for how many tokens, log2 of the items of each, and of all."""
+
+    start: Any
+    start_total: Any
+    tokens: Any
+    log_eights: Any
+    log_items: Any
+
+
+def staging(kind: Kind, load: Any) -> Any:
+    """The function that brings tokens to shared memory; ``load`` as in :mod:`.rows`."""
+    split, shifted = kind.split, kind.shifted
+
+    @pure_function
+    def stage(
+        words: Array, totals: Array, room: Room, x: Array, token: Any, column: Any, thread: Any, threads: Any
+    ) -> None:
+        """The items of x[token:, column:], thread number ``thread`` of ``threads``; 0 for what lies beyond x. Where they are
+        wanted, ``totals`` gets the sums over groups of 32 inputs."""
+        num_tokens, size = x.shape
+        for item in range(thread, 1 << room.log_items, threads):
+            row, eight = item >> room.log_eights, item & ((1 << room.log_eights) - 1)
+            i = column + eight * EIGHT
+            p, q = FOUR_ZEROS, FOUR_ZEROS
+            if token + row < num_tokens and i < size:
+                p = load(x, token + row, i)
+                if i + 4 < size:
+                    q = load(x, token + row, i + 4)
+            (a, e), (b, f), (c, g), (d, h) = split(p[0], p[1]), split(p[2], p[3]), split(q[0], q[1]), split(q[2], q[3])
+            place = room.start + ((eight >> 2) * 2 * room.tokens + row) * 16 + (eight & 3) * 4
+            store16(words, place, (a, b, e, f))
+            store16(words, place + room.tokens * 16, (c, d, g, h))
+            if shifted:
+                total = quad_sum((sum_of_parts(a, e) + sum_of_parts(b, f)) + (sum_of_parts(c, g) + sum_of_parts(d, h)))
+                if eight & 3 == 0:
+                    totals[room.start_total + (eight >> 2) * room.tokens + row] = total
+
+    return stage
+
+
+def factors_of(kind: Kind) -> Any:
+    """The function that reads the words of scales and minima of a lane's two rows for a group; what a kind lacks is not read."""
+    scaled = kind.scaled
+
+    @pure_function
+    def factors(scales: Array, minima: Array, tile: Any, group: Any, lane: Any) -> Any:
+        if not scaled:
+            return uint32(0), uint32(0)
+        place = min(group * 8, scales.shape[1] - 8) + (lane >> 2)
+        return scales[tile, place], minima[tile, place]
+
+    return factors
+
+
+def reading_ahead(kind: Kind) -> tuple[Any, Any]:
+    """Functions that begin, and go on, to have the words of ``kind.depth`` steps on their way from memory.
+
+    Steps behind ``last`` are not read: it is read again, from a cache.
+    """
+    words, depth = kind.words, kind.depth
+
+    @pure_function
+    def begin(codes: Array, outputs: Any, tile: Any, step: Any, last: Any, lane: Any) -> Any:
+        first = words(codes, outputs, tile, step, lane)
+        if depth == 1:
+            return (first,)
+        second = words(codes, outputs, tile, min(step + 1, last), lane)
+        if depth == 2:
+            return first, second
+        third = words(codes, outputs, tile, min(step + 2, last), lane)
+        return first, second, third, words(codes, outputs, tile, min(step + 3, last), lane)
+
+    @pure_function
+    def go_on(ahead: Any, codes: Array, outputs: Any, tile: Any, step: Any, last: Any, lane: Any) -> Any:
+        return (*ahead[1:], words(codes, outputs, tile, min(step + depth, last), lane))
+
+    return begin, go_on

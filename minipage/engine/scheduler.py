@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ..cache import BlockManager
 from ..outputs import FinishReason
-from ..sampling_params import BeamSearchParams
+from ..sampling_params import BeamSearchParams, SamplingParams
 from .request import Request, Sequence, Status
 from .step import Counters, Scheduled, Step
 
@@ -96,6 +96,23 @@ class Scheduler:
         self.counters.swapped_in_blocks += len(step.swaps_in)
         self.counters.swapped_out_blocks += len(step.swaps_out)
         return step
+
+    def schedule_ahead(self, step: Step) -> Step | None:
+        """The step after one of decodes whose tokens are drawn and not known here yet: one more for each of its sequences.
+
+        None, with nothing changed, where that is not all there is to do or cannot be told without the tokens: others wait or
+        are amid their prompts, a sequence is to get its last token or none, blocks are short. ``step`` is advanced already.
+        """
+        num_running = sum(len(request.unfinished) for request in self.running)
+        if self.waiting or len(step.scheduled) != num_running or not all(map(_goes_on, step.scheduled)):
+            return None
+        if not self.blocks.can_append([(item.sequence.tables, 1) for item in step.scheduled]):
+            return None
+        ahead = Step()
+        for item in step.scheduled:
+            self._claim(item.request, [(item.sequence, 1)], ahead)
+        self.counters.copies += len(ahead.copies)
+        return ahead
 
     def advance(self, step: Step) -> None:
         """Note that a step was computed: publish the blocks that it filled, release those that windows left behind.
@@ -282,3 +299,10 @@ class Scheduler:
             self.blocks.free(sequence.tables)
             sequence.num_computed = 0
         request.status = Status.WAITING
+
+
+def _goes_on(item: Scheduled) -> bool:
+    """Whether the sequence of a decode, whose token is not known yet, has one to come after it unless that token ends it."""
+    request, sequence = item.request, item.sequence
+    draws = request.is_forked and isinstance(request.params, SamplingParams) and not item.draft
+    return draws and sequence.is_computed and request.most_to_come(sequence) > 1

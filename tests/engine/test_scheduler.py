@@ -26,6 +26,7 @@ class Schedules(RuleBasedStateMachine):
         groups=st.sampled_from([(Group(),), (Group(5),), (Group(), Group(7)), (Group(4, 3), Group(4, 3), Group())]),
         host_blocks=st.sampled_from([0, 4, 20]),
         num_speculative_tokens=st.sampled_from([0, 1, 4, 8]),
+        ahead=st.booleans(),
         seed=st.lists(st.integers(0, 8), min_size=5, max_size=17),
     )
     def start(
@@ -37,10 +38,11 @@ class Schedules(RuleBasedStateMachine):
         groups: tuple[Group, ...],
         host_blocks: int,
         num_speculative_tokens: int,
+        ahead: bool,
         seed: list[int],
     ) -> None:
         num_blocks *= len(groups)
-        self.world = World(num_blocks, max_seqs, budget, caching, groups, host_blocks, num_speculative_tokens)
+        self.world = World(num_blocks, max_seqs, budget, caching, groups, host_blocks, num_speculative_tokens, ahead)
         self.pick = itertools.cycle([*seed, 1, 2, 3])
         self.names = itertools.count()
 
@@ -188,6 +190,36 @@ def test_newcomers_leave_room_for_each_other(num_blocks: int) -> None:
     assert first.status is Status.RUNNING
     # The first one has 2 blocks and 3 are kept for it (its 8 tokens are not computed yet); the second one wants 1.
     assert second.status is (Status.RUNNING if num_blocks == 6 else Status.WAITING)
+
+
+# ---- ahead -------------------------------------------------------------------------------------------------------------
+
+
+def test_decodes_are_scheduled_ahead_of_their_tokens() -> None:
+    """Where all that runs decodes, each step but the first is computed before the tokens of the one before are known."""
+    world = World(32, 4, 64, caching=True, ahead=True)
+    requests = [world.add(name, [name] * 7, 2) for name in range(2)]
+    steps = run_all(world)
+    assert world.num_ahead == steps - 2  # not the one after the prompts, whose sequences are forked, nor the first
+    assert all(len(s.token_ids) == 19 for request in requests if request for s in request.sequences)
+
+
+def test_nothing_is_scheduled_ahead_of_others() -> None:
+    """While somebody waits or computes a prompt, where blocks are short, and where a sequence ends: nothing changes."""
+    world = World(5, 2, 4, caching=False, ahead=True)
+    first, second = world.add(0, [1] * 3, 1), world.add(1, [0] * 9, 1)
+    assert first is not None and second is not None
+    pick = itertools.cycle([1])
+    world.step(pick)
+    while second.sequences[0].num_computed < 9:  # in chunks
+        world.step(pick)
+        assert world.launched is None
+    world.step(pick)
+    while world.launched is not None:
+        world.step(pick)
+    assert world.allocator.num_free_blocks == 0
+    run_all(world)
+    assert world.scheduler.counters.preemptions > 0
 
 
 # ---- speculation -------------------------------------------------------------------------------------------------------

@@ -29,12 +29,15 @@ class Memory:
         for launch in copy_launches(step.copies):
             self.device |= {dst: dict(self.device.get(src, {})) for src, dst in launch}
 
-    def compute(self, item: Scheduled) -> None:
-        """Write an item's tokens, after checking that all that they see are there; a shared block is not written."""
+    def compute(self, item: Scheduled, drawn: list[int] | None = None) -> None:
+        """Write an item's tokens, after checking that all that they see are there; a shared block is not written.
+
+        ``drawn`` are its tokens where the scheduler does not know them yet.
+        """
         allocator = self.blocks.allocator
         request, sequence = item.request, item.sequence
         first, stop = sequence.num_computed, sequence.num_computed + item.num_tokens
-        token_ids = sequence.token_ids[:first] + item.token_ids
+        token_ids = sequence.token_ids[:first] + (item.token_ids if drawn is None else drawn)
         assert len(token_ids) == stop < request.max_total_tokens
         for index, (group, table) in enumerate(zip(self.blocks.groups, sequence.tables.tables, strict=True)):
             for position in range(stop):
@@ -63,7 +66,9 @@ class World:
         groups: tuple[Group, ...] = (Group(),),
         host_blocks: int = 0,
         num_speculative_tokens: int = 0,
+        ahead: bool = False,
     ) -> None:
+        """``ahead`` computes steps of decodes, where it can be, before the tokens of the steps before them are known."""
         self.blocks = BlockManager(num_blocks, BLOCK, groups, caching=caching, num_host_blocks=host_blocks)
         self.allocator = self.blocks.allocator
         self.scheduler = Scheduler(
@@ -74,8 +79,11 @@ class World:
             prefers_swap=lambda request: host_blocks > 0,
         )
         self.memory = Memory(self.blocks)
-        self.budget, self.max_seqs = budget, max_seqs
+        self.budget, self.max_seqs, self.ahead = budget, max_seqs, ahead
         self.requests: list[Request] = []
+        self.launched: Step | None = None  # computed, its tokens not taken yet
+        self.num_ahead = 0
+        self._drawn: dict[tuple[Sequence, int], int] = {}
 
     def add(self, name: int, prompt: list[int], n: int, salt: str | None = None) -> Request | None:
         limit = self.blocks.longest_total(len(prompt), n)
@@ -88,19 +96,38 @@ class World:
         return request
 
     def step(self, pick: itertools.cycle[int]) -> Step:
-        step = self.scheduler.schedule()
-        assert step.num_tokens <= self.budget
-        assert sum(request.num_seqs for request in self.scheduler.running) <= self.max_seqs
-        self.memory.move(step)
-        for item in step.scheduled:
-            self.memory.compute(item)
+        step, self.launched = self.launched or Step(), None
+        step.scheduled = [item for item in step.scheduled if not item.sequence.is_finished]  # not aborted since
+        if not step.scheduled:
+            step = self.scheduler.schedule()
+            self._compute(step, pick)
         self.scheduler.advance(step)
+        if self.ahead and step.scheduled:
+            self.launched = self.scheduler.schedule_ahead(step)
+            if self.launched is not None:
+                self.num_ahead += 1
+                self._compute(self.launched, pick)
         for item in step.scheduled:
             if item.sequence.is_computed:
                 self._grow(item, pick)
         for request in list(self.scheduler.running):
             self.scheduler.remove_finished(request)
         return step
+
+    def _compute(self, step: Step, pick: itertools.cycle[int]) -> None:
+        assert step.num_tokens <= self.budget
+        assert sum(request.num_seqs for request in self.scheduler.running) <= self.max_seqs
+        self.memory.move(step)
+        for item in step.scheduled:
+            sequence = item.sequence
+            is_known = sequence.num_computed < len(sequence.token_ids)
+            self.memory.compute(item, None if is_known else [self._draw(sequence, sequence.num_computed, pick)])
+
+    def _draw(self, sequence: Sequence, position: int, pick: itertools.cycle[int]) -> int:
+        """The token at a position of a sequence, the same each time it is asked for."""
+        if (sequence, position) not in self._drawn:
+            self._drawn[sequence, position] = next(pick)
+        return self._drawn[sequence, position]
 
     def _grow(self, item: Scheduled, pick: itertools.cycle[int]) -> None:
         request, sequence = item.request, item.sequence
@@ -115,10 +142,11 @@ class World:
             if sequence.is_finished or sequence.token_ids[-1] != guess:
                 break
             self.scheduler.accept(item)
-        self.scheduler.drop_draft(item)
+        if item.draft:
+            self.scheduler.drop_draft(item)
 
     def _append(self, request: Request, sequence: Sequence, pick: itertools.cycle[int]) -> None:
-        sequence.token_ids.append(next(pick))
+        sequence.token_ids.append(self._draw(sequence, len(sequence.token_ids), pick))
         if len(sequence.token_ids) >= request.max_total_tokens or next(pick) == 7:
             self.scheduler.finish(sequence, "length")
 
@@ -128,7 +156,8 @@ class World:
         self.blocks.check_integrity(tables)
         for sequence in sequences:
             if sequence.tables.blocks:
-                assert sequence.tables.num_tokens == sequence.num_computed, "only what is computed for good keeps slots"
+                ahead = self.launched is not None and any(item.sequence is sequence for item in self.launched.scheduled)
+                assert sequence.tables.num_tokens == sequence.num_computed + ahead, "only what is computed keeps slots"
         for group, table in ((g, t) for each in tables for g, t in zip(self.blocks.groups, each.tables, strict=True)):
             if group.window:
                 held = sum(block != RELEASED for block in table.blocks)

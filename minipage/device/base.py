@@ -33,6 +33,7 @@ class Device(ABC):
     ops: Ops
     has_own_memory = False  #: which nothing but what runs on the device uses
     communicator = Communicator()  #: to the other ranks, where several compute a model together
+    runs_ahead = False  #: whether ops go on running when their calls have returned, so that Python has time meanwhile
 
     def array(self, host: np.ndarray) -> Array:
         """A host array on the device (the same object where the device is the host)."""
@@ -61,9 +62,18 @@ class Device(ABC):
         """Uninitialised bytes on the host, from which copies to the device are fast."""
         return np.empty(num_bytes, np.uint8)
 
-    def send(self, to: Array, source: np.ndarray) -> None:
-        """Copy ``source``, bytes of :meth:`staging`, to bytes on the device: there before whatever op is called next."""
+    def send(self, to: Array, source: np.ndarray) -> Callable[[], None]:
+        """Copy ``source``, bytes of :meth:`staging`, to bytes on the device: there before whatever op is called next.
+
+        What is returned waits until ``source`` may change again.
+        """
         to[...] = self.array(source)
+        return _do_nothing
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host, as the ops called so far leave it; what is returned waits for the copy."""
+        copied = self.host(array).copy()
+        return lambda: copied
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -139,3 +149,7 @@ class Device(ABC):
 
     def close(self) -> None:  # noqa: B027  (host arrays go by themselves)
         """Give back what the device holds of its own, threads and streams among it."""
+
+
+def _do_nothing() -> None:
+    """Waits for what has happened already."""

@@ -31,6 +31,8 @@ RECORDED_ROWS = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257
 class PaddedDevice(Device):
     """Records decode steps, a token a sequence, for a few sizes only; other steps run without recording."""
 
+    runs_ahead = True
+
     def recorded_rows(self, num_rows: int, most: int) -> int | None:
         """The next of RECORDED_ROWS, or ``most`` if that is less."""
         limit = min(most, RECORDED_ROWS[-1])
@@ -80,9 +82,26 @@ class CudaDevice(PaddedDevice):
         """Pinned host memory as a NumPy array."""
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
-    def send(self, to: Array, source: np.ndarray) -> None:
-        """On the current stream, without waiting: ``source`` must stay as it is until ops that follow have been waited for."""
-        to.set(source, stream=self.xp.cuda.get_current_stream())
+    def send(self, to: Array, source: np.ndarray) -> Callable[[], None]:
+        to.set(source, stream=self._stream)
+        return self._event().synchronize  # type: ignore[no-any-return]
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        host: np.ndarray = self.staging(array.nbytes).view(array.dtype).reshape(array.shape)
+        array.get(stream=self._stream, out=host, blocking=False)
+        event = self._event()
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            return host
+
+        return wait
+
+    def _event(self) -> Any:
+        """What happens when all that is on the stream so far has."""
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class Mirror:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._send = device.send
+        self._wait: Callable[[], None] | None = None  # for the latest copy
         self._device: Array = device.empty((num_bytes,), np.uint8)
         in_host_memory = isinstance(self._device, np.ndarray)
         self._host: np.ndarray = self._device if in_host_memory else device.staging(num_bytes)
@@ -37,7 +38,12 @@ class Mirror:
     def send(self, num_bytes: int) -> None:
         """Copy the first bytes to the device, which need not have arrived on return but do before anything runs there."""
         if self._device is not self._host:
-            self._send(self._device[:num_bytes], self._host[:num_bytes])
+            self._wait = self._send(self._device[:num_bytes], self._host[:num_bytes])
+
+    def wait(self) -> None:
+        """Wait until the host's bytes may change: those that were sent last have been read."""
+        if self._wait is not None:
+            self._wait()
 
 
 def array_bytes(shape: tuple[int, ...], dtype: type) -> int:
@@ -131,6 +137,7 @@ class BatchBuffers:
     def write(self, contents: Contents) -> None:
         """Write the batch of a step on the host; :meth:`send` is to follow."""
         num_tokens, num_seqs, _ = contents.shape
+        self._mirror.wait()
         host = self._host
         host.token_ids[:num_tokens] = self._rows_of(contents.token_ids)
         host.positions[:num_tokens] = contents.positions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class RemoteDevice:
 
     def __init__(self) -> None:
         self.sent: list[int] = []  #: bytes of each copy
+        self._copy: Callable[[], None] = lambda: None
 
     def empty(self, shape: tuple[int, ...], dtype: type) -> RemoteArray:
         return RemoteArray(np.full(shape, 99, dtype))
@@ -52,9 +54,17 @@ class RemoteDevice:
     def staging(self, num_bytes: int) -> np.ndarray:
         return np.full(num_bytes, 77, np.uint8)
 
-    def send(self, to: RemoteArray, source: np.ndarray) -> None:
-        to.contents[...] = source
+    def send(self, to: RemoteArray, source: np.ndarray) -> Callable[[], None]:
+        """The copy is made at the latest moment that is allowed."""
+        self.wait()
         self.sent.append(source.nbytes)
+        self._copy = lambda: to.contents.__setitem__(..., source)
+        return self.wait
+
+    def wait(self) -> None:
+        """Make the copy that is due: before the host's bytes change, or something on the device looks at its own."""
+        self._copy()
+        self._copy = lambda: None
 
 
 def make_buffers(device: Any, world: World) -> BatchBuffers:
@@ -92,11 +102,16 @@ class FillingMemory(Memory):
 
 
 class CheckingMemory(FillingMemory):
-    """It is then compared with what the step says, item by item."""
+    """It is then compared with what the step says, item by item, once ``settle`` has let it arrive."""
+
+    def __init__(self, blocks: BlockManager, device: Any, world: World) -> None:
+        super().__init__(blocks, make_buffers(device, world))
+        self.settle = device.wait if isinstance(device, RemoteDevice) else device.synchronize
 
     def move(self, step: Step) -> None:
         super().move(step)
         if step.scheduled:
+            self.settle()
             self._check(step)
 
     def _check(self, step: Step) -> None:
@@ -155,7 +170,7 @@ def test_arrays_equal_those_made_from_nothing(
     """Whatever came before: growth, copies on write, windows, drafts, ends, aborts, preemption by recompute and by swap."""
     world = World(num_blocks * len(groups), 6, budget, caching, groups, host_blocks, guesses)
     device = RemoteDevice() if is_remote else open_device("reference")
-    world.memory = CheckingMemory(world.blocks, make_buffers(device, world))
+    world.memory = CheckingMemory(world.blocks, device, world)
     pick, names = itertools.cycle([*tokens, 1, 2, 3]), itertools.count()
     for operation in operations:
         unfinished = [request for request in world.requests if request.status is not Status.FINISHED]
@@ -192,7 +207,7 @@ def test_tables_are_sent_where_there_is_something_new() -> None:
     """A step is one copy. Where no table got a block it has no tables; else those of all its sequences."""
     world = World(32, 4, 64, caching=False)
     device = RemoteDevice()
-    world.memory = CheckingMemory(world.blocks, make_buffers(device, world))
+    world.memory = CheckingMemory(world.blocks, device, world)
     for name in range(2):
         world.add(name, [1] * BLOCK, 1)
     for _ in range(BLOCK + 2):
@@ -226,3 +241,19 @@ def test_rows_of_an_embedding_that_has_some_tokens() -> None:
     assert contents.token_ids == [1, 2, 3]
     buffers.write(contents)
     assert buffers.batch(contents.shape).token_ids.tolist() == [99, 98, 97]
+
+
+def test_a_batch_on_its_way_is_not_overwritten() -> None:
+    """The host's arrays are those of the next step only once those of the last have been read."""
+    world = World(32, 4, 64, caching=False)
+    device = RemoteDevice()
+    buffers = make_buffers(device, world)
+    world.memory = FillingMemory(world.blocks, buffers)
+    world.add(0, [1] * 3, 1)
+    pick = itertools.cycle([1])
+    world.step(pick)
+    batch = buffers.batch(StepShape(3, 1, 1))
+    world.step(pick)  # its own copy is still to be made
+    assert batch.positions.tolist() == [0, 1, 2] and batch.context_lens.tolist() == [3]
+    device.wait()
+    assert batch.positions[:1].tolist() == [3] and batch.context_lens.tolist() == [4]

@@ -115,7 +115,7 @@ class BatchBuffers:
         context_lens = []
         for item in scheduled:
             first = item.sequence.num_computed
-            token_ids += item.token_ids
+            token_ids += item.token_ids or [0] * item.num_tokens  # known, or drawn on the device, see set_tokens
             positions += range(first, first + item.num_tokens)
             query_start.append(len(positions))
             context_lens.append(first + item.num_tokens)
@@ -175,6 +175,10 @@ class BatchBuffers:
         has_news = [rows.take_news() for rows in self._tables]
         num_rows = used.num_seqs if any(has_news) else 0
         self._mirror.send(self._bytes_before_tables + num_rows * self._table_row_bytes)
+
+    def set_tokens(self, token_ids: Array) -> None:
+        """Let the first tokens of the batch that was sent be these, [n] int32 on the device."""
+        self._device.token_ids[: len(token_ids)] = token_ids
 
     def slots(self, num_tokens: int) -> list[np.ndarray]:
         """The slots of the tokens on the host, a group each."""

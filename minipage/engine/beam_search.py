@@ -69,7 +69,7 @@ class BeamRequest(Tracked):
         self._finished: list[Hypothesis] = []
         self._error: str | None = None
 
-    def asks(self, item: Scheduled) -> list[SamplingRow]:
+    def asks(self, item: Scheduled, unread: int = 0) -> list[SamplingRow]:
         return [_MOST_LIKELY]
 
     @property

@@ -12,7 +12,8 @@ from ..kernels.draws import DRAW
 from .filters import Filters
 from .runner import Runner
 from .sampler import SampledToken, SamplingError, SamplingRow, looks_back, sample
-from .step import Scheduled
+from .scheduler import Scheduler
+from .step import Scheduled, Step
 from .tracked import Tracked
 
 _SEED_MASK = 2**64 - 1
@@ -35,44 +36,83 @@ class Drawn(NamedTuple):
     logits: np.ndarray | None
 
     def take(self) -> None:
-        """Give the tokens to the request."""
+        """Give the tokens to the request, which drops those of a sequence that has ended meanwhile."""
         self.wanted.tracked.take(self.wanted.item, self.tokens, self.logits)
 
 
-def draw(runner: Runner, wanted: Iterable[Wanted]) -> Iterator[list[Drawn]]:
-    """What is wanted of the last step, in order, as many rows at once as there is room for; logits hold until the next part."""
+class Launched:
+    """Tokens that the device was asked for, of a part of what is wanted: they may be on their way."""
+
+    def __init__(self, runner: Runner, part: list[Wanted], asks: list[list[SamplingRow]]) -> None:
+        """Compute the logits of the last step's rows, and draw on the device what it can draw: the first, in ``order``."""
+        self._runner, self.part, self._asks = runner, part, asks
+        self._on_device = [
+            runner.samples and not each.tracked.wants_logits and all(map(is_plain, of_each))
+            for each, of_each in zip(part, asks, strict=True)
+        ]
+        self._order = sorted(range(len(part)), key=lambda i: not self._on_device[i])
+        self._plain = [ask for i in self._order if self._on_device[i] for ask in asks[i]]
+        self._rows = [row for i in self._order for row in part[i].rows]
+        self._token_ids = runner.compute_logits(self._rows, records(self._plain)) if self._plain else list
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is drawn on the device, a token for each, in the order of ``part``."""
+        return all(self._on_device) and all(len(each.rows) == 1 for each in self.part)
+
+    def read(self, logits_are_there: bool = True) -> list[Drawn]:
+        """Wait for the tokens, and draw the others on the host; unless ``logits_are_there``, the device has drawn all.
+
+        Logits that come along hold until others are computed.
+        """
+        tokens = [
+            SampledToken(token_id) if token_id >= 0 else self._why_not(i, logits_are_there)
+            for i, token_id in enumerate(self._token_ids())
+        ]
+        num_plain = len(self._plain)
+        if num_plain < len(self._rows):
+            read, runner = self._rows[num_plain:], self._runner
+            logits = runner.read_logits(num_plain, len(self._rows)) if num_plain else runner.logits(read)
+            tokens += sample(logits, [ask for i in self._order if not self._on_device[i] for ask in self._asks[i]])
+        drawn, stop = {}, 0
+        for i in self._order:
+            start, stop = stop, stop + len(self._asks[i])
+            own = None if self._on_device[i] else logits[start - num_plain : stop - num_plain]
+            drawn[i] = Drawn(self.part[i], tokens[start:stop], own)
+        return [drawn[i] for i in range(len(self.part))]
+
+    def _why_not(self, row: int, logits_are_there: bool) -> SampledToken | SamplingError:
+        """Why no token can be drawn from a row."""
+        if not logits_are_there:
+            return SamplingError("no token can be drawn: of the logits one is nan or inf, or all are -inf")
+        return sample(self._runner.read_logits(row, row + 1), self._plain[row : row + 1])[0]
+
+
+def launch(runner: Runner, wanted: Iterable[Wanted]) -> Iterator[Launched]:
+    """Ask for what is wanted of the last step, in order, as many rows at once as there is room for."""
     for part in _parts(wanted, runner.max_logit_rows):
-        yield _draw_part(runner, part)
+        yield Launched(runner, part, [each.tracked.asks(each.item) for each in part])
 
 
-def _draw_part(runner: Runner, part: list[Wanted]) -> list[Drawn]:
-    asks = [each.tracked.asks(each.item) for each in part]
-    on_device = [
-        runner.samples and not each.tracked.wants_logits and all(map(is_plain, of_each))
-        for each, of_each in zip(part, asks, strict=True)
+def launch_ahead(runner: Runner, scheduler: Scheduler, launched: Launched, step: Step) -> tuple[Step, Launched] | None:
+    """Compute the step after ``step``, and ask for its tokens, before those that ``launched`` asked for are known here.
+
+    None where that cannot be done, or would have nothing to run beside.
+    """
+    if not (runner.runs_ahead and launched.is_whole and len(launched.part) == len(step.scheduled)):
+        return None
+    asks = [each.tracked.asks(each.item, unread=1) for each in launched.part]
+    if not all(is_plain(row) for of_each in asks for row in of_each):
+        return None
+    ahead = scheduler.schedule_ahead(step)
+    if ahead is None:
+        return None
+    runner.execute(ahead, follows=True)
+    part = [
+        Wanted(each.tracked, item, range(row, row + 1))
+        for row, (each, item) in enumerate(zip(launched.part, ahead.scheduled, strict=True))
     ]
-    order = sorted(range(len(part)), key=lambda i: not on_device[i])  # those that the device draws come first
-    rows = [row for i in order for row in part[i].rows]
-    ordered = [ask for i in order for ask in asks[i]]
-    num_plain = sum(len(asks[i]) for i in order if on_device[i])
-    tokens = _draw_on_device(runner, rows, ordered[:num_plain]) if num_plain else []
-    logits = runner.read_logits(num_plain, len(rows)) if num_plain else runner.logits(rows)
-    tokens += sample(logits, ordered[num_plain:])
-    drawn, stop = {}, 0
-    for i in order:
-        start, stop = stop, stop + len(asks[i])
-        own = None if on_device[i] else logits[start - num_plain : stop - num_plain]
-        drawn[i] = Drawn(part[i], tokens[start:stop], own)
-    return [drawn[i] for i in range(len(part))]
-
-
-def _draw_on_device(runner: Runner, rows: list[int], asks: list[SamplingRow]) -> list[SampledToken | SamplingError]:
-    """Compute the logits of ``rows``, and draw tokens from the first of them; where one has none, the host says why."""
-    token_ids = runner.compute_logits(rows, records(asks))
-    return [
-        SampledToken(token_id) if token_id >= 0 else sample(runner.read_logits(i, i + 1), asks[i : i + 1])[0]
-        for i, token_id in enumerate(token_ids)
-    ]
+    return ahead, Launched(runner, part, asks)
 
 
 def is_plain(row: SamplingRow) -> bool:

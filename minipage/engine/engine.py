@@ -13,7 +13,7 @@ from ..outputs import RequestOutput
 from ..sampling_params import BeamSearchParams, SamplingParams
 from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
-from .drawing import Wanted, draw
+from .drawing import Launched, Wanted, launch, launch_ahead
 from .prefix_store import PrefixStore
 from .prompt import Prompt, PromptReader
 from .request import Request, Status
@@ -54,6 +54,7 @@ class Engine:
         self._prefix_store = prefix_store
         self._seeds = random.Random(seed)
         self._tracked: dict[str, Tracked] = {}
+        self._ahead: tuple[Step, Launched] | None = None  # computed, or being computed, and not accounted for yet
         self._lock = threading.RLock()
         self._on_close: Callable[[], None] | None = on_close
         self._prompt_tokens = self._generation_tokens = 0
@@ -136,19 +137,30 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            step = self._scheduler.schedule()
+            step, launched = self._resume()
+            if not step.scheduled:
+                step, launched = self._scheduler.schedule(), None
             if not step.scheduled:
                 return []
             try:
-                self.runner.execute(step)
+                if launched is None:
+                    self.runner.execute(step)
                 self._scheduler.advance(step)
-                touched = self._take_tokens(step)
+                touched = self._take_tokens(step) if launched is None else self._take_launched(step, launched)
             except BaseException:
+                self._ahead = None
                 self._scheduler.forget_swaps(step)
                 for request_id in {item.request.request_id for item in step.scheduled}:
                     self.abort(request_id)
                 raise
             return self._collect(touched)
+
+    def _resume(self) -> tuple[Step, Launched | None]:
+        """The step that was launched ahead of its time, if any, without the sequences that have ended since."""
+        step, launched = self._ahead or (Step(), None)
+        self._ahead = None
+        step.scheduled = [item for item in step.scheduled if not item.sequence.is_finished]
+        return step, launched
 
     def _take_tokens(self, step: Step) -> list[Tracked]:
         """Hand out a token to whoever reached the end of what is known; returns the requests with something new."""
@@ -165,10 +177,21 @@ class Engine:
                 wanted.append(Wanted(tracked, item, range(last_known, first_row)))
             if is_wanted or not item.request.unfinished:
                 touched[item.request.request_id] = tracked
-        for part in draw(self.runner, wanted):
-            for drawn in part:
-                drawn.take()
+        for launched in launch(self.runner, wanted):
+            self._take(step, launched)
         return list(touched.values())
+
+    def _take_launched(self, step: Step, launched: Launched) -> list[Tracked]:
+        """The same for a step that was launched ahead."""
+        touched = {item.request.request_id: self._tracked[item.request.request_id] for item in step.scheduled}
+        self._take(step, launched)
+        return list(touched.values())
+
+    def _take(self, step: Step, launched: Launched) -> None:
+        """Hand tokens out, while the device computes the next step if that can be launched already."""
+        self._ahead = launch_ahead(self.runner, self._scheduler, launched, step)
+        for drawn in launched.read(logits_are_there=self._ahead is None):
+            drawn.take()
 
     def _score_prompt(self, tracked: Tracked, item: Scheduled, first_row: int) -> None:
         """Hand out the logits of prompt tokens, as many rows at once as there is room for."""

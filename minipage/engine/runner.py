@@ -28,6 +28,7 @@ class Work(NamedTuple):
     swaps_in: Sequence[Swap]
     copies: Sequence[BlockCopy]
     batch: Contents
+    follows: bool = False  #: with the tokens that were drawn last
 
 
 class Runner:
@@ -81,23 +82,31 @@ class Runner:
         """Whether the device draws tokens."""
         return self._device.ops.SAMPLES
 
-    def execute(self, step: Step) -> None:
-        """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
-        self.compute(Work(step.swaps_out, step.swaps_in, step.copies, self._batch.describe(step.scheduled)))
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is worth launching before the tokens of the last one are here."""
+        return self._device.runs_ahead
+
+    def execute(self, step: Step, *, follows: bool = False) -> None:
+        """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept.
+
+        One that ``follows`` computes, for each of its sequences in order, the tokens that were drawn last on the device.
+        """
+        self.compute(Work(step.swaps_out, step.swaps_in, step.copies, self._batch.describe(step.scheduled), follows))
 
     def compute(self, work: Work) -> None:
         """Do the work of a step."""
         used = work.batch.shape
         with self._device.compute():
             self._swap(work)
-            if self._num_tokens:
-                self._device.synchronize()  # the last batch may still be on its way to the device
             self._started, self._num_tokens = time.perf_counter(), used.num_tokens
             for launch in copy_launches(work.copies):
                 self.kv.copy(launch)
             self._batch.write(work.batch)
             padded = self._padded(used)
             self._batch.send(used, padded or used)
+            if work.follows:
+                self._batch.set_tokens(self._token_ids[: used.num_tokens])
             self.kv.expect_writes(self._batch.slots(used.num_tokens))
             if padded is None:
                 self._model.forward(self._batch.batch(used), self.kv)
@@ -117,16 +126,17 @@ class Runner:
             self._device.synchronize()
             self._cost.swapped(num_blocks, time.perf_counter() - start)
 
-    def compute_logits(self, rows: list[int], draws: np.ndarray | None = None) -> list[int]:
+    def compute_logits(self, rows: list[int], draws: np.ndarray | None = None) -> Callable[[], list[int]]:
         """Compute the logits of n rows (token indices) of the last step, n <= max_logit_rows, and keep them on the device.
 
-        Returns the tokens that it draws from the first of them, one for each record of ``draws``, which is for devices that
-        draw (:data:`minipage.kernels.draws.DRAW` says how); -1 where a row has none.
+        What is returned waits for the tokens that the device draws from the first of them, one for each record of ``draws``
+        (:data:`minipage.kernels.draws.DRAW` says how); -1 where a row has none. Only devices that draw may be given some.
         """
         num_draws = 0 if draws is None else len(draws)
         with self._device.compute():
             num_rows = self._device.recorded_rows(len(rows), len(self._rows))
             padded = num_rows or len(rows)
+            self._rows_mirror.wait()
             self._host_rows[:padded] = 0  # any row of the step, where there are fewer
             self._host_rows[: len(rows)] = rows
             if draws is None:
@@ -140,8 +150,11 @@ class Runner:
             else:
                 self._logits(num_rows, num_draws > 0)()
             if draws is None:
-                return []
-            token_ids: list[int] = self._device.host(self._token_ids[:num_draws]).tolist()
+                return list
+            return functools.partial(self._read_tokens, self._device.fetch(self._token_ids[:num_draws]))
+
+    def _read_tokens(self, fetched: Callable[[], np.ndarray]) -> list[int]:
+        token_ids: list[int] = fetched().tolist()
         self._note_time()
         return token_ids
 

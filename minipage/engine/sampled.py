@@ -41,9 +41,9 @@ class SampledRequest(Tracked):
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
 
-    def asks(self, item: Scheduled) -> list[SamplingRow]:
+    def asks(self, item: Scheduled, unread: int = 0) -> list[SamplingRow]:
         sequence, draft = item.sequence, item.draft
-        position = sequence.num_output_tokens
+        position = sequence.num_output_tokens + unread
         output = sequence.output_token_ids if self._looks_back else []  # a copy, longer with each token
         return [
             self._row(sequence.index, position + ahead, [*output, *draft[:ahead]]) for ahead in range(1 + len(draft))

@@ -28,8 +28,11 @@ class Tracked(ABC):
         self.num_generated = 0  #: tokens drawn so far, by all sequences
 
     @abstractmethod
-    def asks(self, item: Scheduled) -> list[SamplingRow]:
-        """What to draw behind the last known token of a sequence, and behind each of the d tokens of its draft: 1 + d rows."""
+    def asks(self, item: Scheduled, unread: int = 0) -> list[SamplingRow]:
+        """What to draw behind the last known token of a sequence, and behind each of the d tokens of its draft: 1 + d rows.
+
+        ``unread`` tokens are drawn already and not known yet; what looks back at tokens cannot be told then.
+        """
 
     @property
     @abstractmethod

@@ -56,7 +56,7 @@ class Traffic:
         self.computed = self.drawn = self.read = 0
         compute, read = Runner.compute_logits, Runner.read_logits
 
-        def counted(runner: Runner, rows: list[int], draws: np.ndarray | None = None) -> list[int]:
+        def counted(runner: Runner, rows: list[int], draws: np.ndarray | None = None) -> Callable[[], list[int]]:
             self.computed += len(rows)
             self.drawn += 0 if draws is None else len(draws)
             return compute(runner, rows, draws)

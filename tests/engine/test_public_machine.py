@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from helpers import models
 from helpers.checks import assert_idle_and_whole, result
-from helpers.pressure import Ask, Seen, Watch, assert_limits, finish, poison, serve
+from helpers.pressure import Ask, Seen, Watch, assert_limits, draw_ahead, finish, poison, serve
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -84,6 +84,9 @@ PARAMS: tuple[Params, ...] = (
     SamplingParams(temperature=2.0, seed=9, max_tokens=6, n=2, frequency_penalty=1.0, ignore_eos=True),
     SamplingParams(temperature=1.2, seed=10, max_tokens=6, n=3, logprobs=0, stop_token_ids=[1, 2]),
     SamplingParams(temperature=1.0, seed=11, max_tokens=4, n=4, logit_bias={5: 3.0}),
+    SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[2]),
+    SamplingParams(temperature=1.3, seed=12, max_tokens=7, n=2, top_p=0.9, ignore_eos=True),
+    SamplingParams(temperature=1.1, seed=13, max_tokens=9, top_k=7, min_p=0.01, stop_token_ids=[5, 6]),
     BeamSearchParams(beam_width=2, max_tokens=6, length_penalty=1.5),
     BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.0, early_stopping=True, n=2),
     BeamSearchParams(beam_width=4, max_tokens=4, length_penalty=0.5, early_stopping="never", n=1, ignore_eos=True),
@@ -183,6 +186,7 @@ class Schedules(RuleBasedStateMachine):
         self.salts: set[str | None] = set()
         self.watch = Watch()
         self.llm: LLM | None = None
+        self.ahead: list[int] = []
 
     @initialize(
         block_size=st.sampled_from(BLOCK_SIZES),
@@ -190,7 +194,8 @@ class Schedules(RuleBasedStateMachine):
         host_blocks=st.sampled_from(HOST_BLOCKS),
         max_num_seqs=st.sampled_from([4, 5, 8]),
         budget=st.sampled_from([64, 5, 2]),
-        guesses=st.sampled_from([0, 1, 3, 8]),
+        guesses=st.sampled_from([0, 0, 1, 3, 8]),
+        ahead=st.booleans(),
         crowd=st.lists(ARRIVAL, min_size=2, max_size=5),
     )
     def open(
@@ -201,6 +206,7 @@ class Schedules(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         guesses: int,
+        ahead: bool,
         crowd: list[Arrival],
     ) -> None:
         mode, kind, caching = self.combination
@@ -219,6 +225,8 @@ class Schedules(RuleBasedStateMachine):
             swap_space=0 if mode == "recompute" else host_blocks * block_size * 2 * 8 * 4,
         )
         poison(self.llm)
+        if ahead:
+            self.ahead = draw_ahead(self.llm)
         self.add(crowd)
 
     @rule(arrivals=st.lists(ARRIVAL, min_size=1, max_size=2))
@@ -299,6 +307,7 @@ class Schedules(RuleBasedStateMachine):
             self.happened["preemptions"] += stats.preemptions
             self.happened["swapped"] += stats.swapped_out_blocks
             self.happened["copies"] += stats.cow_copies
+            self.happened["ahead"] += len(self.ahead)
             self.happened["hits"] += stats.prefix_cache_hit_tokens
             self.happened["accepted guesses"] += stats.accepted_tokens
             self.happened["wrong guesses"] += stats.draft_tokens - stats.accepted_tokens
@@ -314,6 +323,7 @@ def happened() -> Iterator[dict[str, Counter[str]]]:
         if counts["schedules"] >= 300:
             assert counts["preemptions"] > 50
             assert counts["hits"] > 50
+            assert counts["ahead"] > 50
             assert counts["copies"] > 50
             assert counts["accepted guesses"] > 50
             assert counts["wrong guesses"] > 50

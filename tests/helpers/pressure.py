@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ from helpers.checks import Result, assert_idle_and_whole, result
 from helpers.tokenizers import f3_backend, write_tokenizer
 
 from minipage.engine.request import Status
-from minipage.kernels import philox
+from minipage.engine.step import Step
+from minipage.kernels import philox, reference
 
 if TYPE_CHECKING:
     from minipage import LLM, BeamSearchParams, SamplingParams
@@ -161,3 +163,24 @@ def poison(llm: LLM) -> None:
     kv = llm.engine.runner.kv
     for pages in (kv.key, kv.value, kv.host_key, kv.host_value):
         pages[...] = np.nan
+
+
+def draw_ahead(llm: LLM) -> list[int]:
+    """Let an engine on the CPU work as on a GPU: ops draw tokens, and steps are computed before those of the last are known.
+
+    Returns a list that gets the number of sequences of each such step.
+    """
+    device, scheduler, sizes = llm.engine.runner._device, llm.engine._scheduler, []
+    device.ops = SimpleNamespace(**{**vars(device.ops), "SAMPLES": True, "sample": reference.sample})
+    device.record = lambda function: function  # what is recorded has native ops only
+    device.runs_ahead = True
+    schedule_ahead = scheduler.schedule_ahead
+
+    def noted(step: Step) -> Step | None:
+        ahead = schedule_ahead(step)
+        if ahead is not None:
+            sizes.append(len(ahead.scheduled))
+        return ahead
+
+    scheduler.schedule_ahead = noted
+    return sizes

@@ -21,6 +21,12 @@ from minipage.kernels.cuda.rows import choose  # noqa: E402
 SIZE = 132  # more than 32 threads take at once
 
 
+@pytest.fixture(autouse=True)
+def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated threads run in another order at each barrier."""
+    monkeypatch.setenv("MINIPAGE_SIMULATOR_SEED", "1")
+
+
 def unaligned(host: Array) -> Array:
     """A host array on the device, beginning at an address that is no multiple of 16 bytes."""
     room = CUDA.device.empty((host.size + 1,), host.dtype)

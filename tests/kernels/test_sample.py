@@ -21,6 +21,12 @@ SAMPLERS = [impl for impl in IMPLEMENTATIONS if impl.device.ops.SAMPLES]
 each_sampler = pytest.mark.parametrize("impl", SAMPLERS, ids=repr)
 
 
+@pytest.fixture(autouse=True)
+def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated threads run in another order at each barrier."""
+    monkeypatch.setenv("MINIPAGE_SIMULATOR_SEED", "1")
+
+
 def request(seed: int, child: int = 0, position: int = 0, **params: Any) -> SamplingRow:
     """What is asked of a row."""
     return SamplingRow(SamplingParams(**params), seed, child, position)

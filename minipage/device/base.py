@@ -94,6 +94,9 @@ class Device(ABC):
         """The context in which memory is taken; raises OutOfMemoryError where there is too little, if that can be told."""
         return nullcontext()
 
+    def begin_thread(self) -> None:  # noqa: B027  (most devices are those of all threads)
+        """Be told by a new thread that it makes and fills arrays, outside :meth:`compute`."""
+
     def compute(self) -> AbstractContextManager[Any]:
         """The context that ops run under: whatever the device needs set or held meanwhile."""
         return nullcontext()

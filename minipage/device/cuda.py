@@ -63,7 +63,7 @@ class CudaDevice(PaddedDevice):
 
         self.xp, self.ops = cupy, cuda
         self._device = cupy.cuda.Device(gpu)
-        self._device.use()
+        self.begin_thread()
         # What is on CUDA's default stream, loading for instance, and what is on this one wait for each other.
         self._stream = cupy.cuda.Stream()
 
@@ -130,6 +130,10 @@ class CudaDevice(PaddedDevice):
         """So much that ``utilization`` of the memory (default: nine tenths) is in use, whoever uses the rest of it."""
         used = self.total_memory() - self.free_memory()
         return max(int(self.total_memory() * (utilization or 0.9)) - used, 0)
+
+    def begin_thread(self) -> None:
+        """Make this GPU the current one of the thread, as CuPy has one for each."""
+        self._device.use()
 
     @contextmanager
     def compute(self) -> Iterator[None]:

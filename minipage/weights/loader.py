@@ -28,7 +28,7 @@ NAMES_SHOWN = 5
 
 
 class Device(Protocol):
-    """What loading needs of a device: its ops, its array module, and arrays made from the host's."""
+    """What loading needs of a device: its ops, its array module, arrays made from the host's, and any thread's right to them."""
 
     @property
     def ops(self) -> Ops: ...
@@ -37,6 +37,7 @@ class Device(Protocol):
     def xp(self) -> Any: ...
 
     def array(self, host: npt.NDArray[Any]) -> Any: ...
+    def begin_thread(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -75,7 +76,7 @@ def load_parameters(
             loaded[parameter.name] = weight
             is_kept = all(stays_as_it_is(spec.name, weight, source) for spec in parameter.tensors)
             chunks += chunks_of(parameter, weight, importance.get(parameter.name), 1 if is_kept else 4)
-    threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), thread_name_prefix="minipage-load")
+    threads = ThreadPoolExecutor(min(num_threads, MAX_THREADS), "minipage-load", device.begin_thread)
     try:
         for _ in threads.map(lambda chunk: load_chunk(chunk, source, device.ops), chunks):
             pass

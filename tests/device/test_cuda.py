@@ -96,6 +96,13 @@ def test_cuda_without_a_driver_says_what_cupy_says(installed: Callable[..., None
     assert not cuda.cuda_is_available()
 
 
+def test_more_ranks_than_gpus(installed: Callable[..., None]) -> None:
+    """A rank whose GPU is not there says how many there are."""
+    installed(cupy=fake_cupy(lambda: 2))
+    with pytest.raises(InvalidArgumentError, match="each rank needs a GPU of its own, and this machine has 2"):
+        open_device("cuda", gpu=2)
+
+
 def test_cupy_for_a_later_cuda_than_the_driver_names_the_right_extra(installed: Callable[..., None]) -> None:
     """CUDA 13 in Python on a driver for CUDA 12; an older CuPy on a newer driver is fine."""
     installed(cupy=fake_cupy(built=13000, driver=12080))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ class PlainDevice:
 
     def __init__(self) -> None:
         self.allocations = 0
+        self.threads: set[int] = set()
         self.ops: Any = self
+
+    def begin_thread(self) -> None:
+        self.threads.add(threading.get_ident())
 
     def array(self, host: np.ndarray) -> np.ndarray:
         self.allocations += 1
@@ -46,6 +51,7 @@ class PlainDevice:
         return PackedWeight(kind, shape, (xp.full(shape, 7, STORAGE[kind]),))
 
     def pack_rows(self, weight: PackedWeight, start: int, rows: np.ndarray) -> None:
+        assert threading.get_ident() in self.threads  # a GPU has to be made the current one of each thread
         weight.arrays[0][start : start + len(rows)] = convert(rows, weight.kind)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cache import BlockTable
 from ..device.base import Device, StepShape
+from ..kernels.draws import DRAW_WORDS, as_words
 from ..kernels.ops import Array
 from ..models.batch import Batch
 from .step import Scheduled
@@ -35,10 +36,10 @@ class Mirror:
         part = slice(first, first + prod(shape) * np.dtype(dtype).itemsize)
         return self._host[part].view(dtype).reshape(shape), self._device[part].view(dtype).reshape(shape)
 
-    def send(self, num_bytes: int) -> None:
-        """Copy the first bytes to the device, which need not have arrived on return but do before anything runs there."""
+    def send(self, first: int, stop: int) -> None:
+        """Copy bytes to the device, which need not have arrived on return but do before anything runs there."""
         if self._device is not self._host:
-            self._wait = self._send(self._device[:num_bytes], self._host[:num_bytes])
+            self._wait = self._send(self._device[first:stop], self._host[first:stop])
 
     def wait(self) -> None:
         """Wait until the host's bytes may change: those that were sent last have been read."""
@@ -74,7 +75,8 @@ class Contents(NamedTuple):
 class BatchBuffers:
     """Room for T tokens of S sequences, on the host and on the device; they are the same where the device is the host.
 
-    Everything lies in one piece of memory, block tables last, so that one copy takes a step's batch to the device.
+    Everything lies in one piece of memory, so that one copy takes a step's batch to the device: first what is wanted of it, the
+    rows whose logits are to be computed and how tokens are drawn from them, then the batch, block tables last.
     """
 
     def __init__(
@@ -86,18 +88,22 @@ class BatchBuffers:
         max_model_len: int,
         block_size: int,
         num_groups: int,
+        max_logit_rows: int,
         rows_of: Callable[[list[int]], list[int]] = list,
     ) -> None:
         """``rows_of`` tells the rows of tokens in the embedding, where they are not the tokens' ids."""
         self._block_size = block_size
         self._rows_of = rows_of
         self.most = StepShape(max_tokens, max_num_seqs, -(-max_model_len // block_size))
+        wanted = [((max_logit_rows,), np.int32), ((max_logit_rows, DRAW_WORDS), np.uint32)]
         slots, tokens, lengths = (num_groups, max_tokens), (max_tokens,), (max_num_seqs + 1,)
-        tables = (max_num_seqs, num_groups, self.most.num_blocks)
         layout = [(slots, np.int64), (tokens, np.int32), (tokens, np.int32), (lengths, np.int32), (lengths, np.int32)]
+        tables = (max_num_seqs, num_groups, self.most.num_blocks)
         self._table_row_bytes = num_groups * self.most.num_blocks * np.dtype(np.int32).itemsize
-        self._bytes_before_tables = sum(array_bytes(*array) for array in layout)
+        self._row_bytes, self._wanted_bytes = array_bytes(*wanted[0]), sum(array_bytes(*array) for array in wanted)
+        self._bytes_before_tables = self._wanted_bytes + sum(array_bytes(*array) for array in layout)
         self._mirror = Mirror(device, self._bytes_before_tables + array_bytes(tables, np.int32))
+        (self._host_rows, self.rows), (self._host_draws, self.draws) = (self._mirror.array(*array) for array in wanted)
         pairs = [self._mirror.array(*array) for array in layout]
         self._host, self._device = (_Arrays(*arrays) for arrays in zip(*pairs, strict=True))
         host, self._device_tables = self._mirror.array(tables, np.int32)
@@ -162,10 +168,10 @@ class BatchBuffers:
             yield from range(start, start + inside)
             first, count = first + inside, count - inside
 
-    def send(self, used: StepShape, padded: StepShape) -> None:
+    def send(self, used: StepShape, padded: StepShape, *, with_wanted: bool = False) -> None:
         """Take the batch that was written to the device, padded with tokens that no sequence owns and no slot takes.
 
-        Tables are sent where there is something new in them.
+        Tables are sent where there is something new in them, and what is wanted of the batch where it was written before.
         """
         host, tokens = self._host, slice(used.num_tokens, padded.num_tokens)
         host.slots[:, tokens] = -1
@@ -174,7 +180,22 @@ class BatchBuffers:
         host.context_lens[used.num_seqs : padded.num_seqs] = 0
         has_news = [rows.take_news() for rows in self._tables]
         num_rows = used.num_seqs if any(has_news) else 0
-        self._mirror.send(self._bytes_before_tables + num_rows * self._table_row_bytes)
+        first = 0 if with_wanted else self._wanted_bytes
+        self._mirror.send(first, self._bytes_before_tables + num_rows * self._table_row_bytes)
+
+    def write_wanted(self, rows: Sequence[int], draws: np.ndarray | None, padded: int) -> None:
+        """Write the rows whose logits are wanted, padded with any of the batch, and the records of ``draws`` for the first."""
+        self._mirror.wait()
+        self._host_rows[: len(rows)] = rows
+        self._host_rows[len(rows) : padded] = 0
+        if draws is not None:
+            self._host_draws[: len(draws)] = as_words(draws)
+            self._host_draws[len(draws) : padded] = 0  # the largest logit, which is found soonest
+
+    def send_wanted(self, padded: int, with_draws: bool) -> None:
+        """Take them to the device."""
+        draw_bytes = padded * self._host_draws.strides[0]
+        self._mirror.send(0, self._row_bytes + draw_bytes if with_draws else padded * self._host_rows.itemsize)
 
     def set_tokens(self, token_ids: Array) -> None:
         """Let the first tokens of the batch that was sent be these, [n] int32 on the device."""

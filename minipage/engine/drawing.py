@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,8 +43,17 @@ class Drawn(NamedTuple):
 class Launched:
     """Tokens that the device was asked for, of a part of what is wanted: they may be on their way."""
 
-    def __init__(self, runner: Runner, part: list[Wanted], asks: list[list[SamplingRow]]) -> None:
-        """Compute the logits of the last step's rows, and draw on the device what it can draw: the first, in ``order``."""
+    def __init__(
+        self,
+        runner: Runner,
+        part: list[Wanted],
+        asks: list[list[SamplingRow]],
+        token_ids: Callable[[], list[int]] | None = None,
+    ) -> None:
+        """Compute the logits of the last step's rows, and draw on the device what it can draw: the first, in ``order``.
+
+        ``token_ids`` are those of ``part`` where all have been asked for already.
+        """
         self._runner, self.part, self._asks = runner, part, asks
         self._on_device = [
             runner.samples and not each.tracked.wants_logits and all(map(is_plain, of_each))
@@ -53,7 +62,9 @@ class Launched:
         self._order = sorted(range(len(part)), key=lambda i: not self._on_device[i])
         self._plain = [ask for i in self._order if self._on_device[i] for ask in asks[i]]
         self._rows = [row for i in self._order for row in part[i].rows]
-        self._token_ids = runner.compute_logits(self._rows, records(self._plain)) if self._plain else list
+        self._token_ids = token_ids or list
+        if self._plain and token_ids is None:
+            self._token_ids = runner.compute_logits(self._rows, records(self._plain))
 
     @property
     def is_whole(self) -> bool:
@@ -107,12 +118,12 @@ def launch_ahead(runner: Runner, scheduler: Scheduler, launched: Launched, step:
     ahead = scheduler.schedule_ahead(step)
     if ahead is None:
         return None
-    runner.execute(ahead, follows=True)
+    token_ids = runner.execute_next(ahead, records([row for of_each in asks for row in of_each]))
     part = [
         Wanted(each.tracked, item, range(row, row + 1))
         for row, (each, item) in enumerate(zip(launched.part, ahead.scheduled, strict=True))
     ]
-    return ahead, Launched(runner, part, asks)
+    return ahead, Launched(runner, part, asks, token_ids)
 
 
 def is_plain(row: SamplingRow) -> bool:

@@ -12,9 +12,8 @@ import numpy as np
 from ..cache import BlockCopy, Swap, copy_launches
 from ..device.base import Device, StepShape
 from ..device.kv_cache import KVCache
-from ..kernels.draws import DRAW_WORDS, as_words
 from ..models.decoder import Decoder
-from .batch_buffers import BatchBuffers, Contents, Mirror, array_bytes
+from .batch_buffers import BatchBuffers, Contents
 from .preemption import PreemptionCost
 from .step import Step
 
@@ -28,7 +27,6 @@ class Work(NamedTuple):
     swaps_in: Sequence[Swap]
     copies: Sequence[BlockCopy]
     batch: Contents
-    follows: bool = False  #: with the tokens that were drawn last
 
 
 class Runner:
@@ -60,17 +58,14 @@ class Runner:
             max_model_len=max_model_len,
             block_size=kv.shape.block_size,
             num_groups=kv.num_groups,
+            max_logit_rows=model.max_logit_rows,
             rows_of=rows_of,
         )
-        rows, draws = ((model.max_logit_rows,), np.int32), ((model.max_logit_rows, DRAW_WORDS), np.uint32)
-        self._row_bytes = array_bytes(*rows)
-        self._rows_mirror = Mirror(device, self._row_bytes + array_bytes(*draws))
-        self._host_rows, self._rows = self._rows_mirror.array(*rows)
-        self._host_draws, self._draws = self._rows_mirror.array(*draws)
-        self._token_ids = device.empty(*rows)
+        self._token_ids = device.empty((model.max_logit_rows,), np.int32)
         self._started, self._num_tokens = 0.0, 0  #: of a step whose results nobody has waited for yet
         self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
         self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)
+        self._next = functools.lru_cache(_RECORDINGS)(self._record_next)
 
     @property
     def max_logit_rows(self) -> int:
@@ -87,31 +82,50 @@ class Runner:
         """Whether a step is worth launching before the tokens of the last one are here."""
         return self._device.runs_ahead
 
-    def execute(self, step: Step, *, follows: bool = False) -> None:
-        """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept.
-
-        One that ``follows`` computes, for each of its sequences in order, the tokens that were drawn last on the device.
-        """
-        self.compute(Work(step.swaps_out, step.swaps_in, step.copies, self._batch.describe(step.scheduled), follows))
+    def execute(self, step: Step) -> None:
+        """Make the step's swaps and copies, then compute its tokens: K and V go to their slots, hidden states are kept."""
+        self.compute(Work(step.swaps_out, step.swaps_in, step.copies, self._batch.describe(step.scheduled)))
 
     def compute(self, work: Work) -> None:
         """Do the work of a step."""
         used = work.batch.shape
         with self._device.compute():
             self._swap(work)
-            self._started, self._num_tokens = time.perf_counter(), used.num_tokens
-            for launch in copy_launches(work.copies):
-                self.kv.copy(launch)
-            self._batch.write(work.batch)
+            self._begin(work.copies, work.batch)
             padded = self._padded(used)
             self._batch.send(used, padded or used)
-            if work.follows:
-                self._batch.set_tokens(self._token_ids[: used.num_tokens])
-            self.kv.expect_writes(self._batch.slots(used.num_tokens))
             if padded is None:
                 self._model.forward(self._batch.batch(used), self.kv)
             else:
                 self._forward(padded)()
+
+    def execute_next(self, step: Step, draws: np.ndarray) -> Callable[[], list[int]]:
+        """Compute a step of decodes, one of each sequence in the order in which their last tokens were drawn on the device,
+        with these tokens; and draw the next. Once recorded, it is one copy to the device and one launch.
+
+        ``draws`` and what is returned are those of :meth:`compute_logits`.
+        """
+        contents = self._batch.describe(step.scheduled)
+        used, num_rows = contents.shape, len(draws)
+        with self._device.compute():
+            self._begin(step.copies, contents)
+            padded = self._padded(used)
+            shape = padded or used
+            self._batch.write_wanted(range(num_rows), draws, shape.num_seqs)
+            self._batch.send(used, shape, with_wanted=True)
+            if padded is None:
+                self._compute_next(shape)
+            else:
+                self._next(padded)()
+            return functools.partial(self._read_tokens, self._device.fetch(self._token_ids[:num_rows]))
+
+    def _begin(self, copies: Sequence[BlockCopy], contents: Contents) -> None:
+        """Copy blocks, and write the batch on the host."""
+        self._started, self._num_tokens = time.perf_counter(), contents.shape.num_tokens
+        for launch in copy_launches(copies):
+            self.kv.copy(launch)
+        self._batch.write(contents)
+        self.kv.expect_writes(self._batch.slots(contents.shape.num_tokens))
 
     def _padded(self, used: StepShape) -> StepShape | None:
         """The shape to record a step for; None where it is not to be recorded."""
@@ -134,17 +148,10 @@ class Runner:
         """
         num_draws = 0 if draws is None else len(draws)
         with self._device.compute():
-            num_rows = self._device.recorded_rows(len(rows), len(self._rows))
+            num_rows = self._device.recorded_rows(len(rows), self.max_logit_rows)
             padded = num_rows or len(rows)
-            self._rows_mirror.wait()
-            self._host_rows[:padded] = 0  # any row of the step, where there are fewer
-            self._host_rows[: len(rows)] = rows
-            if draws is None:
-                self._rows_mirror.send(4 * padded)
-            else:
-                self._host_draws[:num_draws] = as_words(draws)
-                self._host_draws[num_draws:padded] = 0  # the largest logit, which is found soonest
-                self._rows_mirror.send(self._row_bytes + self._draws[:padded].nbytes)
+            self._batch.write_wanted(rows, draws, padded)
+            self._batch.send_wanted(padded, draws is not None)
             if num_rows is None:
                 self._compute_logits(padded, num_draws > 0)
             else:
@@ -189,7 +196,16 @@ class Runner:
 
     def _compute_logits(self, num_rows: int, draws: bool) -> None:
         """The logits of the first rows that are asked for, and with ``draws`` a token for each."""
-        self._model.compute_logits(self._rows[:num_rows])
+        self._model.compute_logits(self._batch.rows[:num_rows])
         if draws:
-            logits, records = self._model.logits[:num_rows], self._draws[:num_rows]
+            logits, records = self._model.logits[:num_rows], self._batch.draws[:num_rows]
             self._device.ops.sample(self._token_ids[:num_rows], logits, records)
+
+    def _record_next(self, shape: StepShape) -> Callable[[], None]:
+        return self._device.record(functools.partial(self._compute_next, shape))
+
+    def _compute_next(self, shape: StepShape) -> None:
+        """From drawn tokens to drawn tokens."""
+        self._batch.set_tokens(self._token_ids[: shape.num_tokens])
+        self._model.forward(self._batch.batch(shape), self.kv)
+        self._compute_logits(shape.num_tokens, draws=True)

@@ -75,6 +75,7 @@ def make_buffers(device: Any, world: World) -> BatchBuffers:
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK,
         num_groups=len(world.blocks.groups),
+        max_logit_rows=world.max_seqs,
     )
 
 
@@ -234,7 +235,14 @@ def test_rows_of_an_embedding_that_has_some_tokens() -> None:
     """Token ids are turned into rows when they are written; what is described has them as they are."""
     world = World(32, 4, 64, caching=False)
     device = open_device("reference")
-    sizes = {"max_tokens": 8, "max_num_seqs": 1, "max_model_len": 8, "block_size": BLOCK, "num_groups": 1}
+    sizes = {
+        "max_tokens": 8,
+        "max_num_seqs": 1,
+        "max_model_len": 8,
+        "block_size": BLOCK,
+        "num_groups": 1,
+        "max_logit_rows": 1,
+    }
     buffers = BatchBuffers(device, **sizes, rows_of=lambda ids: [100 - token for token in ids])
     world.add(0, [1, 2, 3], 1)
     contents = buffers.describe(world.scheduler.schedule().scheduled)

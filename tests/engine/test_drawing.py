@@ -13,6 +13,7 @@ from helpers.checks import assert_idle_and_whole, greedy_params, run_to_end
 
 from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.engine.runner import Runner
+from minipage.engine.step import Step
 
 SEED = 10
 PROMPT = models.history_prompt(SEED, 9)
@@ -54,12 +55,17 @@ class Traffic:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.computed = self.drawn = self.read = 0
-        compute, read = Runner.compute_logits, Runner.read_logits
+        compute, read, execute_next = Runner.compute_logits, Runner.read_logits, Runner.execute_next
 
         def counted(runner: Runner, rows: list[int], draws: np.ndarray | None = None) -> Callable[[], list[int]]:
             self.computed += len(rows)
             self.drawn += 0 if draws is None else len(draws)
             return compute(runner, rows, draws)
+
+        def counted_next(runner: Runner, step: Step, draws: np.ndarray) -> Callable[[], list[int]]:
+            self.computed += len(draws)
+            self.drawn += len(draws)
+            return execute_next(runner, step, draws)
 
         def counted_read(runner: Runner, start: int, stop: int) -> np.ndarray:
             self.read += stop - start
@@ -67,6 +73,7 @@ class Traffic:
 
         monkeypatch.setattr(Runner, "compute_logits", counted)
         monkeypatch.setattr(Runner, "read_logits", counted_read)
+        monkeypatch.setattr(Runner, "execute_next", counted_next)
 
 
 def serve(llm: LLM, all_params: list[Any]) -> list[Any]:

@@ -6,9 +6,11 @@ begins, and must make an address that is a multiple of 16 bytes.
     load16(array, offset)            words from global or shared memory
     stream16(array, offset)          the same, from global memory that nothing writes and that is read once: it takes no cache
     store16(array, offset, words)    and back
+    element_at(array, offset)        the element at an offset, whatever the shape, without a look at its sign
     unpack_half(word), unpack_bfloat16(word)         the two floats of a word, the one in its low bits first
     pack_half(low, high), pack_bfloat16(low, high)   two float32 to the nearest, as a word
     float_bits(x), bits_float(word)                  the bits of a float32, and back
+    permute_bytes(a, b, selector)    of the bytes 0 to 3 of a and 4 to 7 of b those that the selector's last four hex digits name
     multiply_add(x, y, z)                            x * y + z of float32, rounded once, wherever the compiler sees it
     mma_half(c, a, b), mma_bfloat16(c, a, b)         c + a @ b on tensor cores, by a whole warp: see below
     load_matrices(array, offset), load_matrices_transposed(array, offset)   four 8x8 matrices of 16-bit elements
@@ -59,7 +61,7 @@ def _tuple(context: Any, builder: Any, sig: Any, values: list[Any]) -> Any:
     return context.make_tuple(builder, sig.return_type, values)
 
 
-def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any, Any]:
+def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any, Any, Any]:
     words = types.UniTuple(types.uint32, 4)
 
     def load16(typingctx: Any, array: Any, offset: Any) -> Any:
@@ -92,7 +94,13 @@ def _memory_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, 
 
         return types.void(array, types.int64, words), emit
 
-    return intrinsic(load16), intrinsic(stream16), intrinsic(store16)
+    def element_at(typingctx: Any, array: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.load(_pointer(context, builder, sig.args[0], args[0], args[1]))
+
+        return array.dtype(array, types.int64), emit
+
+    return intrinsic(load16), intrinsic(stream16), intrinsic(store16), intrinsic(element_at)
 
 
 def _pair_intrinsics(types: Any, intrinsic: Callable[..., Any], storage: str, name: str) -> tuple[Any, Any]:
@@ -116,14 +124,21 @@ def _pair_intrinsics(types: Any, intrinsic: Callable[..., Any], storage: str, na
     return intrinsic(unpack), intrinsic(pack)
 
 
-def _bit_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any]:
+def _bit_intrinsics(types: Any, intrinsic: Callable[..., Any]) -> tuple[Any, Any, Any]:
     def float_bits(typingctx: Any, x: Any) -> Any:
         return types.uint32(types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], WORD)
 
     def bits_float(typingctx: Any, word: Any) -> Any:
         return types.float32(types.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], SINGLE)
 
-    return intrinsic(float_bits), intrinsic(bits_float)
+    def permute_bytes(typingctx: Any, a: Any, b: Any, selector: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            function = ir.FunctionType(WORD, [WORD] * 3)
+            return builder.call(ir.InlineAsm(function, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"), args)
+
+        return types.uint32(types.uint32, types.uint32, types.uint32), emit
+
+    return intrinsic(float_bits), intrinsic(bits_float), intrinsic(permute_bytes)
 
 
 def _multiply_add(types: Any, intrinsic: Callable[..., Any]) -> Any:
@@ -171,6 +186,7 @@ def _matrix_intrinsic(types: Any, intrinsic: Callable[..., Any], modifier: str) 
 if SIMULATED:
     from .simulated_intrinsics import (
         bits_float,
+        element_at,
         float_bits,
         load16,
         load_matrices,
@@ -180,6 +196,7 @@ if SIMULATED:
         multiply_add,
         pack_bfloat16,
         pack_half,
+        permute_bytes,
         store16,
         stream16,
         unpack_bfloat16,
@@ -189,16 +206,17 @@ else:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    load16, stream16, store16 = _memory_intrinsics(types, intrinsic)
+    load16, stream16, store16, element_at = _memory_intrinsics(types, intrinsic)
     unpack_half, pack_half = _pair_intrinsics(types, intrinsic, "float16", "f16")
     unpack_bfloat16, pack_bfloat16 = _pair_intrinsics(types, intrinsic, "uint16", "bf16")
-    float_bits, bits_float = _bit_intrinsics(types, intrinsic)
+    float_bits, bits_float, permute_bytes = _bit_intrinsics(types, intrinsic)
     multiply_add = _multiply_add(types, intrinsic)
     mma_half, mma_bfloat16 = (_mma_intrinsic(types, intrinsic, operand) for operand in ("f16", "bf16"))
     load_matrices, load_matrices_transposed = (_matrix_intrinsic(types, intrinsic, how) for how in ("", ".trans"))
 
 __all__ = [
     "bits_float",
+    "element_at",
     "float_bits",
     "load16",
     "load_matrices",
@@ -208,6 +226,7 @@ __all__ = [
     "multiply_add",
     "pack_bfloat16",
     "pack_half",
+    "permute_bytes",
     "store16",
     "stream16",
     "unpack_bfloat16",

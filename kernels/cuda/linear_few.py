@@ -10,24 +10,24 @@ from typing import Any
 
 from numpy import float32, uint32
 
-from .intrinsics import load16
-from .linear_operands import KINDS, STEP, Kind
+from .intrinsics import element_at, load16
+from .linear_operands import KINDS, Kind
 from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, factors_of, reading_ahead, staging
 from .rows import choose, for_each_access
 from .target import WARP, blocks_for, cuda, kernel, launch
-from .weights import TILE
+from .weights import STEP, TILE
 
 Array = Any
 
 FEW = 8  #: the most tokens
 LOG_ITEMS = 6  #: a warp's at a time: two a lane
 ITEMS = 1 << LOG_ITEMS
-NO_WORDS = (uint32(0), uint32(0), uint32(0), uint32(0))
+LOG_WARP = 5
 
 
 def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
     stage, factors, (begin, go_on) = staging(kind, load), factors_of(kind), reading_ahead(kind)
-    operands, add, unit, shifted = kind.operands, kind.add, float32(kind.unit), kind.shifted
+    find, operands, add, unit, shifted = kind.places, kind.operands, kind.add, float32(kind.unit), kind.shifted
     num_words, num_totals, num_sums = splits * ITEMS * ITEM_WORDS, splits * ITEMS // 4, splits * TILE * FEW
 
     @kernel
@@ -39,31 +39,35 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         totals = cuda.shared.array(num_totals, float32)
         merged = cuda.shared.array(num_sums, float32)
         thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], 1 << log_tokens
-        lane, part = thread % WARP, thread // WARP
-        pair = 2 * (lane % 4)  # of the lane's two tokens, the first
+        lane, part = thread & (WARP - 1), thread >> LOG_WARP
+        pair = 2 * (
+            lane & 3
+        )  # of the lane's two tokens, the first; the last token stands in for those that are not there
         room = Room(part * ITEMS * ITEM_WORDS, part * ITEMS // 4, tokens, LOG_ITEMS - log_tokens, LOG_ITEMS)
+        own = room.start + 4 * min(lane, 4 * tokens - 1)
+        own_total, next_total = room.start_total + min(pair, tokens - 1), room.start_total + min(pair + 1, tokens - 1)
         steps, at_once = (x.shape[1] + STEP - 1) // STEP, FEW >> log_tokens
-        first, stop = part * steps // splits, (part + 1) * steps // splits
+        step, stop = part * steps // splits, (part + 1) * steps // splits
+        last, factor_place = stop - 1, tile * scales.shape[1] + (lane >> 2)
+        places = find(codes, outputs, tile, lane)
+        ahead = begin(codes, places, step, last)
         sums = FOUR_ZEROS
-        ahead = begin(codes, outputs, tile, first, stop - 1, lane)
-        for chunk in range(first, stop, at_once):
+        while step < stop:
             cuda.syncwarp()
-            stage(fragments, totals, room, x, 0, chunk * STEP, lane, WARP)
+            stage(fragments, totals, room, x, 0, step * STEP, lane, WARP)
             cuda.syncwarp()
-            for step in range(chunk, min(chunk + at_once, stop)):
-                now, ahead = ahead[0], go_on(ahead, codes, outputs, tile, step, stop - 1, lane)
+            for group in range(0, 2 * min(at_once, stop - step), 2):
+                now, ahead = ahead[0], go_on(ahead, codes, places, step + (group >> 1), last)
                 for half in range(2):
-                    group = 2 * (step - chunk) + half
-                    b, group_totals = (NO_WORDS, NO_WORDS), (ZERO, ZERO)
-                    if lane < 4 * tokens:
-                        place = room.start + group * tokens * 32 + lane * 4
-                        b = load16(fragments, place), load16(fragments, place + tokens * 16)
-                    if shifted and pair < tokens:
-                        place = room.start_total + group * tokens + pair
-                        group_totals = totals[place], totals[place + 1] if tokens > 1 else ZERO
-                    factor = factors(scales, minima, tile, 2 * step + half, lane)
+                    place, total = own + (group + half) * tokens * 32, (group + half) * tokens
+                    b = load16(fragments, place), load16(fragments, place + tokens * 16)
+                    group_totals = ZERO, ZERO
+                    if shifted:
+                        group_totals = element_at(totals, own_total + total), element_at(totals, next_total + total)
+                    factor = factors(scales, minima, factor_place + step * 16 + (group + half) * 8)
                     sums = add(sums, operands(now, half), b, factor, group_totals)
-        place = part * TILE * FEW + pair * TILE + lane // 4
+            step += at_once
+        place = part * TILE * FEW + pair * TILE + (lane >> 2)
         merged[place], merged[place + TILE], merged[place + TILE // 2], merged[place + TILE + TILE // 2] = sums
         cuda.syncthreads()
         for i in range(thread, TILE * x.shape[0], splits * WARP):

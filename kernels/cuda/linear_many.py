@@ -10,22 +10,23 @@ from typing import Any
 
 from numpy import float32, uint32
 
-from .intrinsics import load16
-from .linear_operands import KINDS, STEP, Kind
+from .intrinsics import element_at, load16
+from .linear_operands import KINDS, Kind
 from .linear_parts import ITEM_WORDS, ZERO, Room, factors_of, staging
 from .rows import choose, for_each_access
 from .target import SIMULATED, THREADS, WARP, blocks_for, cuda, kernel, launch, scratch
-from .weights import TILE
+from .weights import STEP, TILE
 
 Array = Any
 
+LOG_WARP = 5
 WARPS = 2 if SIMULATED else 8  #: of a block
 LOG_EIGHTS = 3  #: items of a token in a step
 
 
 def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
     stage, factors, words = staging(kind, load), factors_of(kind), kind.words
-    operands, add, shifted = kind.operands, kind.add, kind.shifted
+    find, operands, add, shifted = kind.places, kind.operands, kind.add, kind.shifted
     tokens, log_items = 1 << log_tokens, log_tokens + LOG_EIGHTS
     num_words, num_totals, tiles_of_tokens = (1 << log_items) * ITEM_WORDS, 2 * tokens, tokens // 8
 
@@ -36,34 +37,35 @@ def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
         totals = cuda.shared.array(num_totals, float32)
         sums = cuda.local.array((tiles_of_tokens, 4), float32)
         thread, part, splits = cuda.threadIdx.x, cuda.blockIdx.y, cuda.gridDim.y
-        lane, token = thread % WARP, cuda.blockIdx.z * tokens
-        wanted = cuda.blockIdx.x * WARPS + thread // WARP
+        lane, token = thread & (WARP - 1), cuda.blockIdx.z * tokens
+        wanted = cuda.blockIdx.x * WARPS + (thread >> LOG_WARP)
         tile = min(wanted, (outputs + TILE - 1) // TILE - 1)  # a warp without a tile helps to bring tokens
         room = Room(0, 0, tokens, LOG_EIGHTS, log_items)
+        places, factor_place = find(codes, outputs, tile, lane), tile * scales.shape[1] + (lane >> 2)
         steps = (x.shape[1] + STEP - 1) // STEP
         for j in range(tiles_of_tokens):
             for i in range(4):
                 sums[j, i] = ZERO
         for step in range(part * steps // splits, (part + 1) * steps // splits):
-            now = words(codes, outputs, tile, step, lane)
+            now = words(codes, places, step)
             cuda.syncthreads()
             stage(fragments, totals, room, x, token, step * STEP, thread, WARPS * WARP)
             cuda.syncthreads()
             for half in range(2):
-                a, factor = operands(now, half), factors(scales, minima, tile, 2 * step + half, lane)
+                a, factor = operands(now, half), factors(scales, minima, factor_place + step * 16 + half * 8)
                 for j in range(tiles_of_tokens):
                     place = half * tokens * 32 + j * 128 + lane * 4
                     b = load16(fragments, place), load16(fragments, place + tokens * 16)
                     group_totals = ZERO, ZERO
                     if shifted:
-                        pair = half * tokens + j * 8 + 2 * (lane % 4)
-                        group_totals = totals[pair], totals[pair + 1]
+                        pair = half * tokens + j * 8 + 2 * (lane & 3)
+                        group_totals = element_at(totals, pair), element_at(totals, pair + 1)
                     added = add((sums[j, 0], sums[j, 1], sums[j, 2], sums[j, 3]), a, b, factor, group_totals)
                     sums[j, 0], sums[j, 1], sums[j, 2], sums[j, 3] = added
         for j in range(tiles_of_tokens):
             for i in range(4):
-                row = token + j * 8 + 2 * (lane % 4) + i % 2
-                output = wanted * TILE + lane // 4 + (i // 2) * (TILE // 2)
+                row = token + j * 8 + 2 * (lane & 3) + (i & 1)
+                output = wanted * TILE + (lane >> 2) + (i >> 1) * (TILE // 2)
                 if row < x.shape[0] and output < outputs:
                     parts[(part * x.shape[0] + row) * outputs + output] = sums[j, i]
 

@@ -32,26 +32,32 @@ from .intrinsics import (
     multiply_add,
     pack_bfloat16,
     pack_half,
+    permute_bytes,
     stream16,
     unpack_bfloat16,
     unpack_half,
 )
 from .target import pure_function
-from .weights import TILE
+from .weights import STEP, TILE
 
 Array = Any
 
-STEP = 2 * GROUP_SIZE  #: inputs that are multiplied between two looks at the loop
 EIGHT = 8  #: inputs of a lane, side by side
 
 ZERO = float32(0)
-BYTE, HIGH_HALF, SIGNS = uint32(0xFF), uint32(0xFFFF0000), uint32(0x80808080)
-SIXTEEN_BITS = uint32(16)
+SIGNS = uint32(0x80808080)
 NIBBLES, BIASED_NIBBLES = (
     uint32(0x000F000F),
     uint32(0x43004300),
 )  #: two codes, and what makes them 128 + code in bfloat16
 INTEGER, INTEGER_BITS = float32(2**23 + 128), uint32(0x4B000000)  #: 2**23 as float32, whose last bits count ones
+FIRST, SECOND, THIRD, FOURTH = (
+    uint32(0x7440),
+    uint32(0x7441),
+    uint32(0x7442),
+    uint32(0x7443),
+)  #: that byte in INTEGER_BITS
+UPPER_HALVES = uint32(0x7632)  #: of two words
 BIAS, SYMMETRIC_BIAS = float32(-128), float32(-128 - INT4_ZERO)
 HALF_UNIT, HALF_LOW, HALF_LIMIT = float32(1 / 16), float32(2048), float32(32768)
 LARGEST_LOW = float32(2.0**100)  #: more than the low part of any number, and small enough to be multiplied
@@ -90,35 +96,42 @@ def sum_of_parts(high: Any, low: Any) -> Any:
 
 
 @pure_function
-def float_words(codes: Array, outputs: int, tile: int, step: int, lane: int) -> Any:
-    """Rows g and g + 8 of a tile, of the first 32 inputs and of the next. Beyond the last row and input others are read:
-    those outputs are written nowhere, and those inputs are 0."""
-    size = codes.shape[1]
-    row = tile * TILE + lane // 4
-    column = step * STEP + EIGHT * (lane % 4)
-    first, second = min(column, size - EIGHT), min(column + GROUP_SIZE, size - EIGHT)
-    top, bottom = min(row, outputs - 1) * size, min(row + TILE // 2, outputs - 1) * size
+def float_places(codes: Array, outputs: int, tile: int, lane: int) -> Any:
+    """Where a lane reads rows g and g + 8 of a tile. Beyond the last row it is read again: those outputs are written nowhere."""
+    row, size = tile * TILE + (lane >> 2), codes.shape[1]
+    top, bottom = min(row, outputs - 1), min(row + TILE // 2, outputs - 1)
+    return top * size + EIGHT * (lane & 3), bottom * size + EIGHT * (lane & 3)
+
+
+@pure_function
+def float_words(codes: Array, places: Any, step: int) -> Any:
+    """Both rows, of the first 32 inputs of a step and of the next."""
+    top, bottom = places[0] + step * STEP, places[1] + step * STEP
     return (
-        stream16(codes, top + first),
-        stream16(codes, bottom + first),
-        stream16(codes, top + second),
-        stream16(codes, bottom + second),
+        stream16(codes, top),
+        stream16(codes, bottom),
+        stream16(codes, top + GROUP_SIZE),
+        stream16(codes, bottom + GROUP_SIZE),
     )
 
 
 @pure_function
-def int8_words(codes: Array, outputs: int, tile: int, step: int, lane: int) -> Any:
-    """Two groups of a tile, each with rows g and g + 8. Behind the last group it is read again: its inputs are 0."""
-    size = codes.shape[1]
-    start = tile * size + lane * 4
-    first, last = step * 256, size - 128
-    return stream16(codes, start + first), stream16(codes, start + min(first + 128, last))
+def code_places(codes: Array, outputs: int, tile: int, lane: int) -> Any:
+    """Where a lane reads codes of a tile, both rows at once."""
+    return (tile * codes.shape[1] + lane * 4,)
 
 
 @pure_function
-def int4_words(codes: Array, outputs: int, tile: int, step: int, lane: int) -> Any:
-    """Two groups of a tile, each with rows g and g + 8."""
-    return (stream16(codes, tile * codes.shape[1] + step * 128 + lane * 4),)
+def int8_words(codes: Array, places: Any, step: int) -> Any:
+    """A group and the next."""
+    place = places[0] + step * 256
+    return stream16(codes, place), stream16(codes, place + 128)
+
+
+@pure_function
+def int4_words(codes: Array, places: Any, step: int) -> Any:
+    """Two groups at once."""
+    return (stream16(codes, places[0] + step * 128),)
 
 
 @pure_function
@@ -145,20 +158,28 @@ def int4_operands(words: Any, half: int) -> Any:
 
 @pure_function
 def eight_bytes(first: Any, second: Any) -> Any:
+    """Codes of eight bits, as words of two in bfloat16."""
     a, b = first ^ SIGNS, second ^ SIGNS
-    return _two_bytes(a), _two_bytes(a >> SIXTEEN_BITS), _two_bytes(b), _two_bytes(b >> SIXTEEN_BITS)
+    return (
+        two_bytes(a, FIRST, SECOND),
+        two_bytes(a, THIRD, FOURTH),
+        two_bytes(b, FIRST, SECOND),
+        two_bytes(b, THIRD, FOURTH),
+    )
 
 
 @pure_function
-def _two_bytes(word: Any) -> Any:
-    """The two low bytes, 128 more than a code each, as codes in bfloat16: float32 of few bits, of which the upper half is all."""
-    low = float_bits(bits_float(uint32((word & BYTE) | INTEGER_BITS)) - INTEGER)
-    high = float_bits(bits_float(uint32(((word >> uint32(8)) & BYTE) | INTEGER_BITS)) - INTEGER)
-    return uint32((low >> SIXTEEN_BITS) | (high & HIGH_HALF))
+def two_bytes(word: Any, low: Any, high: Any) -> Any:
+    """Two bytes, 128 more than a code each, as a word: each as the last bits of 2**23 becomes a float32, of whose bits the upper
+    half is not 0 only."""
+    x = bits_float(permute_bytes(uint32(word), INTEGER_BITS, low)) - INTEGER
+    y = bits_float(permute_bytes(uint32(word), INTEGER_BITS, high)) - INTEGER
+    return permute_bytes(float_bits(x), float_bits(y), UPPER_HALVES)
 
 
 @pure_function
 def eight_nibbles(word: Any) -> Any:
+    """Codes of four bits, 128 added to each, as words of two in bfloat16."""
     return (
         uint32((word & NIBBLES) | BIASED_NIBBLES),
         uint32(((word >> uint32(4)) & NIBBLES) | BIASED_NIBBLES),
@@ -243,31 +264,23 @@ class Kind(NamedTuple):
     """How the kernels read and multiply weights of a kind."""
 
     split: Callable[..., Any]
+    places: Callable[..., Any]
     words: Callable[..., Any]
     operands: Callable[..., Any]
     add: Callable[..., Any]
     depth: int  #: steps whose words are on their way from memory while one is multiplied
     scaled: bool = False  #: has scales
+    has_minima: bool = False
     shifted: bool = False  #: wants the sums of x over groups
     unit: float = 1.0  #: of the sums
     most_tokens: int = 64  #: at once, as registers allow
 
 
+_FOUR_BITS: dict[str, Any] = {"depth": 4, "scaled": True, "shifted": True, "most_tokens": 32}
 KINDS = {
-    "bfloat16": Kind(split_bfloat16, float_words, float_operands, add_bfloat16, depth=1),
-    "float16": Kind(split_half, float_words, float_operands, add_half, depth=1, unit=16.0),
-    "int8": Kind(split_bfloat16, int8_words, int8_operands, add_int8, depth=2, scaled=True),
-    "int4": Kind(
-        split_bfloat16, int4_words, int4_operands, add_int4, depth=4, scaled=True, shifted=True, most_tokens=32
-    ),
-    "int4_symmetric": Kind(
-        split_bfloat16,
-        int4_words,
-        int4_operands,
-        add_int4_symmetric,
-        depth=4,
-        scaled=True,
-        shifted=True,
-        most_tokens=32,
-    ),
+    "bfloat16": Kind(split_bfloat16, float_places, float_words, float_operands, add_bfloat16, depth=1),
+    "float16": Kind(split_half, float_places, float_words, float_operands, add_half, depth=1, unit=16.0),
+    "int8": Kind(split_bfloat16, code_places, int8_words, int8_operands, add_int8, depth=2, scaled=True),
+    "int4": Kind(split_bfloat16, code_places, int4_words, int4_operands, add_int4, has_minima=True, **_FOUR_BITS),
+    "int4_symmetric": Kind(split_bfloat16, code_places, int4_words, int4_operands, add_int4_symmetric, **_FOUR_BITS),
 }

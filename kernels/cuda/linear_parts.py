@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from numpy import float32, uint32
 
-from .intrinsics import store16
-from .linear_operands import EIGHT, STEP, Kind, sum_of_parts
+from .intrinsics import element_at, store16
+from .linear_operands import EIGHT, Kind, sum_of_parts
 from .target import blocks_for, cuda, device_function, pure_function
-from .weights import TILE
+from .weights import STEP, TILE
 
 Array = Any
 
@@ -83,15 +83,13 @@ def staging(kind: Kind, load: Any) -> Any:
 
 
 def factors_of(kind: Kind) -> Any:
-    """The function that reads the words of scales and minima of a lane's two rows for a group; what a kind lacks is not read."""
-    scaled = kind.scaled
+    """The function that reads the words of scales and minima of a lane's two rows; what a kind lacks is not read."""
+    scaled, has_minima = kind.scaled, kind.has_minima
 
     @pure_function
-    def factors(scales: Array, minima: Array, tile: Any, group: Any, lane: Any) -> Any:
-        if not scaled:
-            return uint32(0), uint32(0)
-        place = min(group * 8, scales.shape[1] - 8) + (lane >> 2)
-        return scales[tile, place], minima[tile, place]
+    def factors(scales: Array, minima: Array, place: Any) -> Any:
+        scale = element_at(scales, place) if scaled else uint32(0)
+        return scale, element_at(minima, place) if has_minima else uint32(0)
 
     return factors
 
@@ -104,18 +102,18 @@ def reading_ahead(kind: Kind) -> tuple[Any, Any]:
     words, depth = kind.words, kind.depth
 
     @pure_function
-    def begin(codes: Array, outputs: Any, tile: Any, step: Any, last: Any, lane: Any) -> Any:
-        first = words(codes, outputs, tile, step, lane)
+    def begin(codes: Array, places: Any, step: Any, last: Any) -> Any:
+        first = words(codes, places, step)
         if depth == 1:
             return (first,)
-        second = words(codes, outputs, tile, min(step + 1, last), lane)
+        second = words(codes, places, min(step + 1, last))
         if depth == 2:
             return first, second
-        third = words(codes, outputs, tile, min(step + 2, last), lane)
-        return first, second, third, words(codes, outputs, tile, min(step + 3, last), lane)
+        third = words(codes, places, min(step + 2, last))
+        return first, second, third, words(codes, places, min(step + 3, last))
 
     @pure_function
-    def go_on(ahead: Any, codes: Array, outputs: Any, tile: Any, step: Any, last: Any, lane: Any) -> Any:
-        return (*ahead[1:], words(codes, outputs, tile, min(step + depth, last), lane))
+    def go_on(ahead: Any, codes: Array, places: Any, step: Any, last: Any) -> Any:
+        return (*ahead[1:], words(codes, places, min(step + depth, last)))
 
     return begin, go_on

@@ -40,6 +40,12 @@ def store16(array: Array, offset: int, words: Words) -> None:
     _memory(array, offset)[:] = [int(word) for word in words]
 
 
+def element_at(array: Array, offset: int) -> Any:
+    if not 0 <= offset < array.size:
+        raise IndexError(f"element {offset} is not within an array of shape {array.shape}")
+    return array.reshape(-1)[offset]
+
+
 def unpack_half(word: Any) -> tuple[Any, Any]:
     low, high = np.array([word], np.uint32).view(np.float16).astype(np.float32)
     return low, high
@@ -64,6 +70,11 @@ def float_bits(x: Any) -> Any:
 
 def bits_float(word: Any) -> Any:
     return np.uint32(word).view(np.float32)
+
+
+def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
+    source = (int(b) << 32 | int(a)).to_bytes(8, "little")
+    return np.uint32(int.from_bytes((source[int(selector) >> 4 * i & 7] for i in range(4)), "little"))
 
 
 def multiply_add(x: Any, y: Any, z: Any) -> Any:

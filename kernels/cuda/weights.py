@@ -1,18 +1,18 @@
 """Packed weights on a GPU: layouts in which a lane's operands of tensor-core products are 16 bytes side by side.
 
     float kinds       rows [N, Kp] in their own dtype: plain rows, for cuBLAS reads them as well
-    int8              codes words [tiles, G * 128], scales words [tiles, G * 8]
-    int4              codes words [tiles, U * 128], scales and minima words [tiles, U * 16]
+    int8              codes words [tiles, 2U * 128], scales words [tiles, 2U * 8]
+    int4              codes words [tiles, U * 128], scales and minima words [tiles, 2U * 8]
     int4_symmetric    the same without minima
 
-with Kp = K padded with zeros to a multiple of 8, tiles = ceil(N / 16) of 16 rows, G = ceil(K / 32) groups, U = ceil(G / 2)
-pairs of groups, and words of 32 bits. The rows of a tile are r = g + 8h, and with g in 0..7 and p in 0..3 as in
+with Kp = 64U, U = ceil(K / 64) steps of two groups, tiles = ceil(N / 16) of 16 rows, and words of 32 bits; all padded with
+zeros. The rows of a tile are r = g + 8h, and with g in 0..7 and p in 0..3 as in
 :mod:`.intrinsics`,
 
-    int8              codes [G, g, p, h, 2]    the eight codes 8p.. of a group of row r, a byte each
+    int8              codes [2U, g, p, h, 2]   the eight codes 8p.. of a group of row r, a byte each
     int4 kinds        codes [U, g, p, h, 2]    of each of two groups the eight codes 8p.. of row r, four bits each, in the order
                       of NIBBLES, so that a word shifted by 4i has the codes 2i and 2i+1 at bits 0 and 16
-    scales, minima    [groups, g, h]           float16, so that a word has those of rows g and g + 8
+    scales, minima    [2U, g, h]               float16, so that a word has those of rows g and g + 8
 """
 
 from __future__ import annotations
@@ -30,30 +30,24 @@ Array = Any
 
 TILE = 16  #: rows of a tile
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  #: which of eight codes is where in a word, from its low bits on
-ROW_MULTIPLE = 8  #: elements to which the rows of the float kinds are padded
+STEP = 2 * GROUP_SIZE  #: inputs of a step, to which rows are padded
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
     """See :meth:`kernels.ops.Ops.empty_weight`."""
     num_rows, num_inputs = shape
+    tiles, steps = blocks_for(num_rows, TILE), blocks_for(num_inputs, STEP)
     if kind in STORAGE:
-        padded = blocks_for(num_inputs, ROW_MULTIPLE) * ROW_MULTIPLE
-        return PackedWeight(kind, shape, (xp.zeros((num_rows, padded), STORAGE[kind]),))
+        return PackedWeight(kind, shape, (xp.zeros((num_rows, steps * STEP), STORAGE[kind]),))
     if kind not in WEIGHT_KINDS:
         raise ValueError(f"kind {kind!r} is not a weight kind; allowed: {', '.join(WEIGHT_KINDS)}")
-    tiles, steps = blocks_for(num_rows, TILE), num_steps(num_inputs, kind)
-    words = [128, *[8 * groups_of_step(kind)] * (2 if kind == "int4" else 1)]
+    words = [256 // _groups_together(kind), *[16] * (2 if kind == "int4" else 1)]
     return PackedWeight(kind, shape, tuple(xp.zeros((tiles, steps * count), np.uint32) for count in words))
 
 
-def groups_of_step(kind: str) -> int:
-    """Groups whose codes a warp reads at once, 16 bytes a lane."""
+def _groups_together(kind: str) -> int:
+    """Groups of which a lane has codes in the same 16 bytes."""
     return 1 if kind == "int8" else 2
-
-
-def num_steps(num_inputs: int, kind: str) -> int:
-    """How many times a warp reads codes at once for a row of ``num_inputs``."""
-    return blocks_for(num_groups(num_inputs), groups_of_step(kind))
 
 
 def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
@@ -68,13 +62,12 @@ def pack_rows(weight: PackedWeight, start: int, rows: Array) -> None:
 def pack_groups(weight: PackedWeight, start: int, groups: Groups) -> None:
     """See :meth:`kernels.ops.Ops.pack_groups`."""
     check_groups(weight, start, groups)
-    step = groups_of_step(weight.kind)
-    missing = -groups.codes.shape[1] % step
+    together, missing = _groups_together(weight.kind), groups.codes.shape[1] % 2
     codes = np.pad(unpacked(groups, weight.kind).codes, ((0, 0), (0, missing), (0, 0)))
     if weight.kind != "int8":
         codes = _nibbles(codes)
-    # [n, steps, groups of a step, p, bytes] -> [n, steps, p, two words]
-    codes = codes.reshape(len(codes), -1, step, 4, 8 // step).swapaxes(2, 3)
+    # [n, places, groups together, p, bytes] -> [n, places, p, two words]
+    codes = codes.reshape(len(codes), -1, together, 4, 8 // together).swapaxes(2, 3)
     words = np.ascontiguousarray(codes).reshape(*codes.shape[:2], 4, 8).view(np.uint32)
     at = tuple(to_device(part) for part in _places(start, len(words)))
     _rows_of_codes(weight.arrays[0])[at] = to_device(words)
@@ -89,15 +82,15 @@ def unpack_rows(weight: PackedWeight, start: int, stop: int) -> Array:
     first, last = start // TILE, blocks_for(stop, TILE)
     at = _places(start - first * TILE, stop - start)
     codes, *factors = (to_host(array[first:last]) for array in weight.arrays)
-    step, groups = groups_of_step(weight.kind), num_groups(weight.shape[1])
-    words = np.ascontiguousarray(_rows_of_codes(codes)[at])  # [n, steps, p, 2]
-    per_lane = words.view(np.uint8).reshape(*words.shape[:2], 4, step, 8 // step).swapaxes(2, 3)
+    together, groups = _groups_together(weight.kind), num_groups(weight.shape[1])
+    words = np.ascontiguousarray(_rows_of_codes(codes)[at])  # [n, places, p, 2]
+    per_lane = words.view(np.uint8).reshape(*words.shape[:2], 4, together, 8 // together).swapaxes(2, 3)
     if weight.kind == "int8":
         eights = per_lane.view(np.int8)
     else:
         eights = np.empty((*per_lane.shape[:-1], 8), np.uint8)
         eights[..., NIBBLES] = np.stack([per_lane & 15, per_lane >> 4], axis=-1).reshape(eights.shape)
-    codes = eights.reshape(stop - start, words.shape[1] * step, GROUP_SIZE)[:, :groups]
+    codes = eights.reshape(stop - start, words.shape[1] * together, GROUP_SIZE)[:, :groups]
     scales, minima = (*(_rows_of_factors(array)[at][:, :groups] for array in factors), None)[:2]
     return ungroup(dequantize(Groups(np.ascontiguousarray(codes), scales, minima), weight.kind), weight.shape[1])
 
@@ -116,7 +109,7 @@ def _places(start: int, count: int) -> tuple[Array, Array, Array]:
 
 
 def _rows_of_codes(array: Array) -> Array:
-    """Words of codes [tiles, steps * 128] as a view [tiles, h, g, steps, p, 2]."""
+    """Words of codes [tiles, places * 128] as a view [tiles, h, g, places, p, 2]."""
     return array.reshape(len(array), -1, 8, 4, 2, 2).transpose(0, 4, 2, 1, 3, 5)
 
 

@@ -17,6 +17,7 @@ if CUDA is None:
 
 from minipage.kernels.cuda.intrinsics import (  # noqa: E402
     bits_float,
+    element_at,
     float_bits,
     load16,
     load_matrices,
@@ -26,6 +27,7 @@ from minipage.kernels.cuda.intrinsics import (  # noqa: E402
     multiply_add,
     pack_bfloat16,
     pack_half,
+    permute_bytes,
     store16,
     stream16,
     unpack_bfloat16,
@@ -86,6 +88,24 @@ def test_pairs(kind: str) -> None:
     assert_same_bits(words.view(np.uint16), convert(x, kind).view(np.uint16).reshape(-1))
     assert_same_bits(unpacked, to_float32(convert(x, kind)))
     assert_same_bits(bits, x[:, 0].copy().view(np.uint32))
+
+
+def test_bytes_and_elements() -> None:
+    """The bytes that the selector names, the last digit first; elements by their place in memory."""
+
+    @kernel
+    def read(out: Array, x: Array) -> None:
+        i = cuda.threadIdx.x
+        out[i] = permute_bytes(element_at(x, i), element_at(x, 63 - i), np.uint32(0x7250))
+
+    x = np.random.default_rng(1).integers(0, 1 << 32, (4, 16)).astype(np.uint32)
+    a, b = x.reshape(-1)[:32], x.reshape(-1)[:31:-1]
+    expected = np.stack(
+        [a.view(np.uint8)[0::4], b.copy().view(np.uint8)[1::4], a.view(np.uint8)[2::4], b.copy().view(np.uint8)[3::4]],
+        -1,
+    )
+    out = run(read, np.zeros(32, np.uint32), x)[0]
+    assert_same_bits(out.view(np.uint8), np.ascontiguousarray(expected).reshape(-1))
 
 
 def test_multiply_add_rounds_once() -> None:

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_tokens_of_one(model: Any, kind: str) -> None:
-    """Greedy and sampled, n=3, prefix hits, preemption, abort, in all kinds of weights; each has half of the weights."""
+    """Greedy and sampled, n=3, beams, prefix hits, preemption, abort, in all kinds of weights; each has half of them."""
     keywords = {"model": model()} | TIGHT | KINDS[kind]
     with LLM(**keywords) as llm:
         alone = rank_program.serve(llm)
@@ -70,10 +70,11 @@ def test_two_ranks_give_the_tokens_of_one(model: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("llama-biases-bfloat16", 2), ("llama-tied-head-dim", 2), ("llama-mha", 4)]
+    ("name", "ranks"),
+    [("llama-biases-bfloat16", 2), ("llama-tied-head-dim", 2), ("mistral-bfloat16", 2), ("llama-mha", 4)],
 )
-def test_models_with_biases_or_one_matrix_for_embedding_and_head(name: str, ranks: int) -> None:
-    """A bias that is added to a sum over ranks counts once, a tied matrix is both shards, and four ranks are as good as two."""
+def test_other_models(name: str, ranks: int) -> None:
+    """A bias that is added to a sum counts once, a tied matrix is both shards, windows; and four ranks are as good as two."""
     keywords = {"model": str(TESTS / "models" / "golden" / name)} | TIGHT
     with LLM(**keywords) as llm:
         alone = rank_program.serve(llm)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from helpers import models
 
-from minipage import LLM, SamplingParams
+from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.device.communicator import MpiCommunicator
 from minipage.engine import loading
 from minipage.kernels import reference
@@ -29,12 +29,14 @@ SEEDS = (3, 5, 6, 11)
 
 
 def serve(llm: LLM) -> dict[str, Any]:
-    """Greedy and sampled, several of one prompt, prefix hits, preemption, an abort; tokens, and what the engine counted."""
+    """Greedy and sampled, several of one prompt, beams, prefix hits, preemption, an abort; tokens, and what was counted."""
     prompts = [models.history_prompt(seed) for seed in SEEDS]
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
     sampled = SamplingParams(temperature=0.7, max_tokens=MAX_TOKENS, seed=7)
     found = {"greedy": generated(llm, prompts, greedy), "sampled": generated(llm, prompts, sampled)}
     found["three"] = generated(llm, prompts[:1], replace(sampled, n=3, max_tokens=8))
+    [beams] = llm.beam_search([prompts[1]], BeamSearchParams(beam_width=2, max_tokens=4), use_tqdm=False)
+    found["beams"] = [list(completion.token_ids) for completion in beams.outputs]
     for name in ("kept", "aborted"):
         llm.engine.add_request(name, prompts[0], greedy)
     for _ in range(4):

@@ -85,10 +85,11 @@ def sample(device: Device, batch: int, draw: tuple[float, int, float, int]) -> t
 def time_of(device: Device, call: Callable[[], Any], repeats: int = 10, replays: int = 6) -> float:
     """Microseconds of a call: the median over replays of a graph that holds it ``repeats`` times."""
     cuda = device.xp.cuda
-    call()  # compiles, which cannot be recorded
-    device.synchronize()
     stream = cuda.Stream(non_blocking=True)
+    device.synchronize()
     with stream:
+        call()  # compiles, and makes room for what the stream's ops keep for themselves: neither can be recorded
+        stream.synchronize()
         stream.begin_capture()
         for _ in range(repeats):
             call()

@@ -21,6 +21,7 @@ Array = Any
 
 LOG_WARP = 5
 WARPS = 2 if SIMULATED else 8  #: of a block
+SLAB = 64 if SIMULATED else 256  #: tokens of a launch, so that their parts do not take much memory
 LOG_EIGHTS = 3  #: items of a token in a step
 
 
@@ -100,6 +101,14 @@ def linear_many(
     out: Array, x: Array, arrays: tuple[Array, Array, Array], kind: str, splits: int, bias: Array | None
 ) -> None:
     """out [T, N] = x [T, K] @ weight.T + bias for any T, the weight given by :func:`.weights.arrays_of`."""
+    for start in range(0, len(x), SLAB):
+        rows = slice(start, start + SLAB)
+        _linear_slab(out[rows], x[rows], arrays, kind, splits, bias)
+
+
+def _linear_slab(
+    out: Array, x: Array, arrays: tuple[Array, Array, Array], kind: str, splits: int, bias: Array | None
+) -> None:
     tokens, outputs = out.shape
     log_tokens = min(max((tokens - 1).bit_length(), 4), max(many_kernels[kind]))
     function = choose(many_kernels[kind][log_tokens], x)
@@ -109,15 +118,6 @@ def linear_many(
     launch(function, grid, WARPS * WARP, parts, x, *arrays, outputs)
     unit = float32(KINDS[kind].unit)
     if splits > 1 or unit != 1 or bias is not None:
-        any_bias = x.reshape(-1) if bias is None else bias
-        launch(
-            merge_parts_kernel,
-            (tokens, blocks_for(outputs, THREADS)),
-            THREADS,
-            out,
-            parts,
-            splits,
-            unit,
-            any_bias,
-            int(bias is not None),
-        )
+        any_bias, has_bias = x.reshape(-1) if bias is None else bias, int(bias is not None)
+        grid = tokens, blocks_for(outputs, THREADS), 1
+        launch(merge_parts_kernel, grid, THREADS, out, parts, splits, unit, any_bias, has_bias)

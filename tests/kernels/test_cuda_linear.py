@@ -18,7 +18,7 @@ CUDA = next((impl for impl in IMPLEMENTATIONS if impl.name.startswith("cuda")), 
 if CUDA is None:
     pytest.skip("numba-cuda and greenlet are not installed", allow_module_level=True)
 
-from minipage.kernels.cuda import linear_blas  # noqa: E402
+from minipage.kernels.cuda import linear_blas, linear_many  # noqa: E402
 from minipage.kernels.cuda.linear_parts import SPLITS, num_splits  # noqa: E402
 from minipage.kernels.cuda.target import SIMULATED, scratch  # noqa: E402
 
@@ -77,9 +77,9 @@ def test_inputs_of_any_size(kind: str, scale: float) -> None:
 
 def test_float16_overflows_to_infinity() -> None:
     """Beyond 2**20 an input is infinite, of its own sign, and not NaN."""
-    x = np.array([[2.0**19], [-(2.0**21)]], np.float32)
+    x = np.array([[2.0**19], [2.0**21], [-(2.0**21)]], np.float32)
     found = product(x, CUDA.weight(np.ones((1, 1), np.float32), "float16"))
-    assert found.tolist() == [[2.0**19], [-np.inf]]
+    assert found.tolist() == [[2.0**19], [np.inf], [-np.inf]]
 
 
 def test_parts_are_as_the_shape_says() -> None:
@@ -87,6 +87,21 @@ def test_parts_are_as_the_shape_says() -> None:
     assert [num_splits(shape) for shape in ((128256, 4096), (28672, 4096), (4096, 4096), (1024, 2048))] == [1, 4, 8, 16]
     assert [num_splits((64, inputs)) for inputs in (1, 64, 65, 256, 512, 1024)] == [1, 1, 1, 4, 8, 16]
     assert SPLITS[-1] * 32 <= 1024  # threads of a block
+
+
+@pytest.mark.skipif(not SIMULATED, reason="on a GPU it takes more tokens than a test has time for")
+def test_many_tokens_take_little_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is computed some tokens at a time: their parts would take many times the memory of its activations."""
+    asked: list[int] = []
+
+    def recorded(name: str, size: int) -> Array:
+        asked.append(size)
+        return scratch(name, size)
+
+    monkeypatch.setattr(linear_many, "scratch", recorded)
+    weight = CUDA.device.ops.empty_weight((3, 256), "int8", np)
+    assert np.all(product(np.ones((linear_many.SLAB + 1, 256), np.float32), weight) == 0)
+    assert asked == [num_splits((3, 256)) * tokens * 3 for tokens in (linear_many.SLAB, 1)]
 
 
 @pytest.mark.skipif(not SIMULATED, reason="the GPU's scratch memory has any content")

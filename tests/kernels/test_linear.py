@@ -252,7 +252,7 @@ def test_batches_are_any_split_of_the_tokens(
     assert_same_bits(np.concatenate(parts), together)
 
 
-@cases(WEIGHT_KINDS, ["float32"])
+@cases(WEIGHT_KINDS, WEIGHT_KINDS)
 def test_nan_and_infinity_pass_through(impl: Implementation, case: str) -> None:
     """A NaN or an infinity of one token comes out of that token, and of no other."""
     x = normal(1, 8, 40)

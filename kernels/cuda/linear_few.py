@@ -12,7 +12,7 @@ from numpy import float32, uint32
 
 from .intrinsics import element_at, load16
 from .linear_operands import KINDS, Kind
-from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, factors_of, reading_ahead, staging
+from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, Source, reading_ahead, staging
 from .rows import choose, for_each_access
 from .target import WARP, blocks_for, cuda, kernel, launch
 from .weights import STEP, TILE
@@ -26,7 +26,7 @@ LOG_WARP = 5
 
 
 def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
-    stage, factors, (begin, go_on) = staging(kind, load), factors_of(kind), reading_ahead(kind)
+    stage, (begin, go_on) = staging(kind, load), reading_ahead(kind)
     find, operands, add, unit, shifted = kind.places, kind.operands, kind.add, float32(kind.unit), kind.shifted
     num_words, num_totals, num_sums = splits * ITEMS * ITEM_WORDS, splits * ITEMS // 4, splits * TILE * FEW
 
@@ -48,24 +48,23 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         own_total, next_total = room.start_total + min(pair, tokens - 1), room.start_total + min(pair + 1, tokens - 1)
         steps, at_once = (x.shape[1] + STEP - 1) // STEP, FEW >> log_tokens
         step, stop = part * steps // splits, (part + 1) * steps // splits
-        last, factor_place = stop - 1, tile * scales.shape[1] + (lane >> 2)
-        places = find(codes, outputs, tile, lane)
-        ahead = begin(codes, places, step, last)
+        factor_place, last = tile * scales.shape[1] + (lane >> 2), stop - 1
+        source = Source(codes, scales, minima, find(codes, outputs, tile, lane), factor_place)
+        ahead = begin(source, step, last)
         sums = FOUR_ZEROS
         while step < stop:
             cuda.syncwarp()
             stage(fragments, totals, room, x, 0, step * STEP, lane, WARP)
             cuda.syncwarp()
             for group in range(0, 2 * min(at_once, stop - step), 2):
-                now, ahead = ahead[0], go_on(ahead, codes, places, step + (group >> 1), last)
+                (words, factors), ahead = ahead[0], go_on(ahead, source, step + (group >> 1), last)
                 for half in range(2):
                     place, total = own + (group + half) * tokens * 32, (group + half) * tokens
                     b = load16(fragments, place), load16(fragments, place + tokens * 16)
                     group_totals = ZERO, ZERO
                     if shifted:
                         group_totals = element_at(totals, own_total + total), element_at(totals, next_total + total)
-                    factor = factors(scales, minima, factor_place + step * 16 + (group + half) * 8)
-                    sums = add(sums, operands(now, half), b, factor, group_totals)
+                    sums = add(sums, operands(words, half), b, factors[half], group_totals)
             step += at_once
         place = part * TILE * FEW + pair * TILE + (lane >> 2)
         merged[place], merged[place + TILE], merged[place + TILE // 2], merged[place + TILE + TILE // 2] = sums

@@ -12,7 +12,7 @@ from numpy import float32, uint32
 
 from .intrinsics import element_at, load16
 from .linear_operands import KINDS, Kind
-from .linear_parts import ITEM_WORDS, ZERO, Room, factors_of, staging
+from .linear_parts import ITEM_WORDS, ZERO, Room, Source, reading, staging
 from .rows import choose, for_each_access
 from .target import SIMULATED, THREADS, WARP, blocks_for, cuda, kernel, launch, scratch
 from .weights import STEP, TILE
@@ -26,7 +26,7 @@ LOG_EIGHTS = 3  #: items of a token in a step
 
 
 def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
-    stage, factors, words = staging(kind, load), factors_of(kind), kind.words
+    stage, read = staging(kind, load), reading(kind)
     find, operands, add, shifted = kind.places, kind.operands, kind.add, kind.shifted
     tokens, log_items = 1 << log_tokens, log_tokens + LOG_EIGHTS
     num_words, num_totals, tiles_of_tokens = (1 << log_items) * ITEM_WORDS, 2 * tokens, tokens // 8
@@ -42,18 +42,19 @@ def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
         wanted = cuda.blockIdx.x * WARPS + (thread >> LOG_WARP)
         tile = min(wanted, (outputs + TILE - 1) // TILE - 1)  # a warp without a tile helps to bring tokens
         room = Room(0, 0, tokens, LOG_EIGHTS, log_items)
-        places, factor_place = find(codes, outputs, tile, lane), tile * scales.shape[1] + (lane >> 2)
+        factor_place = tile * scales.shape[1] + (lane >> 2)
+        source = Source(codes, scales, minima, find(codes, outputs, tile, lane), factor_place)
         steps = (x.shape[1] + STEP - 1) // STEP
         for j in range(tiles_of_tokens):
             for i in range(4):
                 sums[j, i] = ZERO
         for step in range(part * steps // splits, (part + 1) * steps // splits):
-            now = words(codes, places, step)
+            words, factors = read(source, step)
             cuda.syncthreads()
             stage(fragments, totals, room, x, token, step * STEP, thread, WARPS * WARP)
             cuda.syncthreads()
             for half in range(2):
-                a, factor = operands(now, half), factors(scales, minima, factor_place + step * 16 + half * 8)
+                a = operands(words, half)
                 for j in range(tiles_of_tokens):
                     place = half * tokens * 32 + j * 128 + lane * 4
                     b = load16(fragments, place), load16(fragments, place + tokens * 16)
@@ -61,7 +62,7 @@ def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
                     if shifted:
                         pair = half * tokens + j * 8 + 2 * (lane & 3)
                         group_totals = element_at(totals, pair), element_at(totals, pair + 1)
-                    added = add((sums[j, 0], sums[j, 1], sums[j, 2], sums[j, 3]), a, b, factor, group_totals)
+                    added = add((sums[j, 0], sums[j, 1], sums[j, 2], sums[j, 3]), a, b, factors[half], group_totals)
                     sums[j, 0], sums[j, 1], sums[j, 2], sums[j, 3] = added
         for j in range(tiles_of_tokens):
             for i in range(4):

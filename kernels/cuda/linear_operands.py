@@ -276,7 +276,7 @@ class Kind(NamedTuple):
     most_tokens: int = 64  #: at once, as registers allow
 
 
-_FOUR_BITS: dict[str, Any] = {"depth": 4, "scaled": True, "shifted": True, "most_tokens": 32}
+_FOUR_BITS: dict[str, Any] = {"depth": 3, "scaled": True, "shifted": True, "most_tokens": 32}
 KINDS = {
     "bfloat16": Kind(split_bfloat16, float_places, float_words, float_operands, add_bfloat16, depth=1),
     "float16": Kind(split_half, float_places, float_words, float_operands, add_half, depth=1, unit=16.0),

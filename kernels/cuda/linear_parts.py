@@ -82,38 +82,54 @@ def staging(kind: Kind, load: Any) -> Any:
     return stage
 
 
-def factors_of(kind: Kind) -> Any:
-    """The function that reads the words of scales and minima of a lane's two rows; what a kind lacks is not read."""
-    scaled, has_minima = kind.scaled, kind.has_minima
+class Source(NamedTuple):
+    """Where a lane reads a weight: its arrays, the places of its codes, and that of its two rows' words of factors."""
+
+    codes: Any
+    scales: Any
+    minima: Any
+    places: Any
+    factor_place: Any
+
+
+def reading(kind: Kind) -> Any:
+    """The function that reads what a step takes of a weight: the words of codes, and for both groups those of scale and minimum.
+    What a kind lacks is not read."""
+    words, scaled, has_minima = kind.words, kind.scaled, kind.has_minima
 
     @pure_function
-    def factors(scales: Array, minima: Array, place: Any) -> Any:
-        scale = element_at(scales, place) if scaled else uint32(0)
-        return scale, element_at(minima, place) if has_minima else uint32(0)
+    def factors(source: Source, group: Any) -> Any:
+        place = source.factor_place + group * 8
+        scale = element_at(source.scales, place) if scaled else uint32(0)
+        return scale, element_at(source.minima, place) if has_minima else uint32(0)
 
-    return factors
+    @pure_function
+    def read(source: Source, step: Any) -> Any:
+        codes = words(source.codes, source.places, step)
+        return codes, (factors(source, 2 * step), factors(source, 2 * step + 1))
+
+    return read
 
 
 def reading_ahead(kind: Kind) -> tuple[Any, Any]:
-    """Functions that begin, and go on, to have the words of ``kind.depth`` steps on their way from memory.
+    """Functions that begin, and go on, to have what ``kind.depth`` steps take on its way from memory.
 
     Steps behind ``last`` are not read: it is read again, from a cache.
     """
-    words, depth = kind.words, kind.depth
+    read, depth = reading(kind), kind.depth
 
     @pure_function
-    def begin(codes: Array, places: Any, step: Any, last: Any) -> Any:
-        first = words(codes, places, step)
+    def begin(source: Source, step: Any, last: Any) -> Any:
+        first = read(source, step)
         if depth == 1:
             return (first,)
-        second = words(codes, places, min(step + 1, last))
+        second = read(source, min(step + 1, last))
         if depth == 2:
             return first, second
-        third = words(codes, places, min(step + 2, last))
-        return first, second, third, words(codes, places, min(step + 3, last))
+        return first, second, read(source, min(step + 2, last))
 
     @pure_function
-    def go_on(ahead: Any, codes: Array, places: Any, step: Any, last: Any) -> Any:
-        return (*ahead[1:], words(codes, places, min(step + depth, last)))
+    def go_on(ahead: Any, source: Source, step: Any, last: Any) -> Any:
+        return (*ahead[1:], read(source, min(step + depth, last)))
 
     return begin, go_on

@@ -79,7 +79,8 @@ class Ops(Protocol):
     def empty_weight(self, shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
         """Room for a weight of ``shape`` (N, K), to be filled by :meth:`pack_rows` or :meth:`pack_groups`.
 
-        ``xp`` is the array module to use. Raises ValueError where ``kind`` is not one of WEIGHT_KINDS.
+        ``xp`` makes the arrays: the array module, or what has ``zeros`` like it. Raises ValueError where ``kind`` is not one of
+        WEIGHT_KINDS.
         """
         ...
 

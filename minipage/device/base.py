@@ -47,6 +47,10 @@ class Device(ABC):
         """An uninitialised device array."""
         return self.xp.empty(tuple(shape), dtype=dtype)
 
+    def weight_memory(self) -> Any:
+        """What makes the arrays of a model's weights, as the array module's ``zeros`` does: a new one for each model."""
+        return self.xp
+
     def empty_pages(self, shape: Sequence[int], dtype: Any) -> Array:
         """An uninitialised device array [L, num_blocks, ...] for pages, of which no more than a few blocks may ever be used."""
         return self.empty(shape, dtype)

@@ -15,7 +15,7 @@ from ..config import MOST_THREADS
 from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
-from .huge_pages import use_huge_pages, use_small_pages
+from .huge_pages import HugeArrays, use_huge_pages, use_small_pages
 
 
 class HostDevice(Device):
@@ -61,6 +61,9 @@ class CpuDevice(HostDevice):
         self.num_threads = num_threads or physical_cores()
         self.ops = cast(Ops, cpu)
         self._team = Team(self.num_threads)
+
+    def weight_memory(self) -> HugeArrays:
+        return HugeArrays()
 
     def compute(self) -> AbstractContextManager[Any]:
         return self._team

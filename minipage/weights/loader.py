@@ -28,14 +28,12 @@ NAMES_SHOWN = 5
 
 
 class Device(Protocol):
-    """What loading needs of a device: its ops, its array module, arrays made from the host's, and any thread's right to them."""
+    """What loading needs of a device: its ops, memory for weights, arrays made from the host's, and a thread's right to them."""
 
     @property
     def ops(self) -> Ops: ...
 
-    @property
-    def xp(self) -> Any: ...
-
+    def weight_memory(self) -> Any: ...
     def array(self, host: npt.NDArray[Any]) -> Any: ...
     def begin_thread(self) -> None: ...
 
@@ -67,12 +65,13 @@ def load_parameters(
     """
     loaded: dict[str, Any] = {}
     chunks: list[list[Piece]] = []
+    memory = device.weight_memory()
     for parameter in plan.parameters:
         if parameter.role == "vector":
             loaded[parameter.name] = load_vector(parameter, source, device)
         else:
             shape = (sum(spec.shape[0] for spec in parameter.tensors), parameter.tensors[0].shape[1])
-            weight = device.ops.empty_weight(shape, kinds[parameter.name], device.xp)
+            weight = device.ops.empty_weight(shape, kinds[parameter.name], memory)
             loaded[parameter.name] = weight
             is_kept = all(stays_as_it_is(spec.name, weight, source) for spec in parameter.tensors)
             chunks += chunks_of(parameter, weight, importance.get(parameter.name), 1 if is_kept else 4)

@@ -1,4 +1,4 @@
-"""Pages of K and V begin as small pages of memory, and become huge when they fill up."""
+"""Weights lie in huge pages of memory; pages of K and V begin as small ones, and become huge when they fill up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minipage.device.cpu import CpuDevice
-from minipage.device.huge_pages import use_huge_pages, use_small_pages
+from minipage.device.huge_pages import HUGE_PAGE, HugeArrays, use_huge_pages, use_small_pages
 from minipage.device.kv_cache import KVCache, KVShape
 
 has_huge_pages = pytest.mark.skipif(
@@ -54,3 +54,28 @@ def test_arrays_of_any_size_may_be_advised_on(size: int) -> None:
     array[:] = np.arange(3)[:, None] + 1
     use_huge_pages(array, size // 2)
     assert array.sum() == 6 * size
+
+
+@has_huge_pages
+def test_weights_share_huge_pages() -> None:
+    """Weights that are smaller than a huge page lie side by side in memory that is to be huge, from its beginning on."""
+    device = CpuDevice(1)
+    memory = device.weight_memory()
+    weights = [device.ops.empty_weight((64 * n, 576), "float16", memory) for n in range(1, 10)]
+    starts = [weight.arrays[0].ctypes.data for weight in weights]
+    assert starts[0] % HUGE_PAGE == 0
+    assert all(stop == start + weight.nbytes for start, stop, weight in zip(starts, starts[1:], weights, strict=False))
+    assert all("hg" in flags(start) for start in starts)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (7, 3), (40 << 20,), (65 << 20,)])
+def test_arrays_that_share_memory_are_zeros_of_their_own(shape: tuple[int, ...]) -> None:
+    """Whatever the sizes, smaller or larger than what arrays share: zeros at first, at a cache line, and no byte of another's."""
+    memory = HugeArrays()
+    first, second, third = memory.zeros((5,), np.int16), memory.zeros(shape, np.uint8), memory.zeros((3,), np.float32)
+    assert second.shape == shape and not second.any()
+    assert all(array.ctypes.data % 64 == 0 for array in (first, second, third))
+    first[:], third[:] = 1, 1
+    assert not second.any()
+    second[...] = 255
+    assert (first == 1).all() and (third == 1).all()

@@ -32,12 +32,13 @@ TIED = {**HISTORY_CONFIG, "tie_word_embeddings": True}
 class PlainDevice:
     """A device whose packed weights are plain arrays in the kind's storage dtype; it counts what it allocates."""
 
-    xp = np
-
     def __init__(self) -> None:
         self.allocations = 0
         self.threads: set[int] = set()
         self.ops: Any = self
+
+    def weight_memory(self) -> Any:
+        return np
 
     def begin_thread(self) -> None:
         self.threads.add(threading.get_ident())

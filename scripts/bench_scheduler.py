@@ -38,7 +38,7 @@ import numpy as np
 from memory_bench.report import Row, table, write_json
 
 from minipage import LLM, SamplingParams
-from minipage.engine import engine as engine_module
+from minipage.engine import drawing
 
 AT_MOST = 0.1  #: of a step
 PYTHON = ("schedule", "batch", "sample", "outputs")
@@ -103,7 +103,7 @@ def timed_parts(llm: LLM) -> Iterator[tuple[Callable[[], Any], Stopwatch]]:
         (runner, "logits", watch.around("batch", runner.logits)),
         (runner, "_forward", recorded(runner._forward)),
         (runner, "_logits", recorded(runner._logits)),
-        (engine_module, "sample", watch.around("sample", engine_module.sample)),
+        (drawing, "sample", watch.around("sample", drawing.sample)),
     ]
     with ExitStack() as stack:
         for owner, name, replacement in parts:

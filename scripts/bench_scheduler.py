@@ -10,7 +10,7 @@ Sequences decode with stop strings, their outputs taken at every step, greedily 
     schedule   which sequences compute how many tokens, in which blocks
     batch      token ids, positions, slots and block tables, written into the arrays of the batch
     model      all layers, and the logits
-    sample     a token from each row of logits
+    sample     a token from each row of logits, where the device does not draw it
     outputs    appended, turned into text, looked through for stops, and handed out
 
 All but the model are the CPU time of the thread that steps, medians over the steps: what else the machine does slows them, but
@@ -100,9 +100,11 @@ def timed_parts(llm: LLM) -> Iterator[tuple[Callable[[], Any], Stopwatch]]:
         (scheduler, "schedule", watch.around("schedule", scheduler.schedule)),
         (scheduler, "advance", watch.around("schedule", scheduler.advance)),
         (runner, "execute", watch.around("batch", runner.execute)),
+        (runner, "execute_next", watch.around("batch", runner.execute_next)),
         (runner, "logits", watch.around("batch", runner.logits)),
         (runner, "_forward", recorded(runner._forward)),
         (runner, "_logits", recorded(runner._logits)),
+        (runner, "_next", recorded(runner._next)),
         (drawing, "sample", watch.around("sample", drawing.sample)),
     ]
     with ExitStack() as stack:

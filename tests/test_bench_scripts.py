@@ -406,7 +406,7 @@ def test_a_step_is_told_part_by_part(bench_scheduler: ModuleType, tmp_path: Path
     """Rows for each number of sequences and way to sample; the parts of Python make its share, whose reference is a tenth."""
     path = tmp_path / "rows.json"
     model = str(talker(tmp_path, max_position_embeddings=1024))
-    options = ["--model", model, "--device", "reference", "--sequences", "1", "3", "--steps", "3"]
+    options = ["--model", model, "--device", "cpu", "--sequences", "1", "3", "--steps", "3"]
     assert bench_scheduler.main([*options, "--json", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())}
     for where in ("s1/greedy", "s3/greedy", "s1/sampled", "s3/sampled"):

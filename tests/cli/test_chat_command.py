@@ -125,7 +125,9 @@ class Terminal:
     """A command on a terminal of its own: keys go in, what the screen shows comes out."""
 
     def __init__(self, *command: str) -> None:
-        spawn = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+        # A shell that runs tests in the background may let them ignore Ctrl-C.
+        spawn = "import pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        spawn += "sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
         self._process = subprocess.Popen(
             [sys.executable, "-c", spawn, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )

@@ -28,6 +28,7 @@ _PIECES = 4  #: of a kernel's work a thread: more than one, since a busy machine
 _WORK = Kernel("team:work", "int64[::1]")
 _LEAD = Kernel("team:lead", "int64[::1], int64[:, ::1], int64[:, ::1]")
 _STOP = Kernel("team:stop", "int64[::1]")
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 _local = threading.local()
 _teams: weakref.WeakSet[Team] = weakref.WeakSet()
@@ -39,6 +40,7 @@ class Program:
     def __init__(self) -> None:
         self._calls: list[tuple[Kernel, tuple[Any, ...], list[int], int]] = []
         self._words: Array = np.zeros(0, np.int64)
+        self._led: tuple[Array, Array, Callable[[], None]] | None = None
 
     def add(self, kernel: Kernel, args: tuple[Any, ...], pieces: int) -> None:
         """Append a call whose work is cut into ``pieces``. Raises TypeError for arrays that do not fit the kernel."""
@@ -59,6 +61,12 @@ class Program:
             announce(kernel.identity for kernel in needed)
         rows = [(kernel.address, base + 8 * start, pieces) for (kernel, _, _, pieces), start in calls]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def led_by(self, state: Array, rows: Array, num_threads: int) -> Callable[[], None]:
+        """What runs the program on the team that has this state and these rows; kept, since Python takes a while to make it."""
+        if self._led is None or self._led[0] is not state or self._led[1] is not rows:
+            self._led = state, rows, _bound(_LEAD, (state, rows, self.table), 0, num_threads)
+        return self._led[2]
 
     def run_in_python(self) -> None:
         """The same without compiled code."""
@@ -147,13 +155,13 @@ class Team:
         if JIT_IS_DISABLED:
             program.run_in_python()
             return
-        table = program.table  # before the threads start, so that it is said what is compiled for both
+        program.table  # noqa: B018  (before the threads start, so that it is said what is compiled for both)
         if self._finish is None:
             self._start()
         if len(program) > len(self._rows):
             self._old_rows.append(self._rows)  # threads that are late may still look there
             self._rows = _aligned(2 * len(program) * _ROW_WORDS).reshape(-1, _ROW_WORDS)
-        _native(_LEAD, (self._state, self._rows, table), 0, self.num_threads)
+        program.led_by(self._state, self._rows, self.num_threads)()
 
     def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""
@@ -177,14 +185,12 @@ class Team:
 
     def _start(self) -> None:
         state, count = self._state, self.num_threads
-        threads = [
-            threading.Thread(
-                target=_native, args=(_WORK, (state,), index, count), name=f"minipage-{index}", daemon=True
-            )
-            for index in range(1, count)
-        ]
         for kernel in (_WORK, _LEAD, _STOP):
             kernel.address  # noqa: B018  (compile here and not in the threads)
+        threads = [
+            threading.Thread(target=_bound(_WORK, (state,), index, count), name=f"minipage-{index}", daemon=True)
+            for index in range(1, count)
+        ]
         for thread in threads:
             thread.start()
         self._finish = weakref.finalize(self, _end, state, threads)
@@ -209,17 +215,16 @@ def current() -> Team:
 
 
 def _end(state: Array, threads: list[threading.Thread]) -> None:
-    _native(_STOP, (state,), 0, 1)
+    _bound(_STOP, (state,), 0, 1)()
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join()
 
 
-def _native(kernel: Kernel, args: tuple[Any, ...], thread: int, num_threads: int) -> None:
-    """Call compiled code; other Python threads go on meanwhile."""
-    words = np.array(kernel.words(args), dtype=np.int64)
-    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64])
-    entry(kernel.address)(words.ctypes.data, 0, num_threads, thread)
+def _bound(kernel: Kernel, args: tuple[Any, ...], thread: int, num_threads: int) -> Callable[[], None]:
+    """A call of compiled code, to be made once or many times; other Python threads go on meanwhile."""
+    words = kernel.words(args)
+    return functools.partial(_ENTRY(kernel.address), (ctypes.c_int64 * len(words))(*words), 0, num_threads, thread)
 
 
 def _aligned(num_words: int) -> Array:

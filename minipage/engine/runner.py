@@ -62,6 +62,8 @@ class Runner:
             rows_of=rows_of,
         )
         self._token_ids = device.empty((model.max_logit_rows,), np.int32)
+        self._all_rows = device.array(np.arange(model.max_logit_rows, dtype=np.int32))
+        self._rows_there = 0  #: of the last step, the first rows whose logits were computed along with it and are there
         self._started, self._num_tokens = 0.0, 0  #: of a step whose results nobody has waited for yet
         self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
         self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)
@@ -93,11 +95,14 @@ class Runner:
             self._swap(work)
             self._begin(work.copies, work.batch)
             padded = self._padded(used)
-            self._batch.send(used, padded or used)
+            shape = padded or used
+            self._batch.send(used, shape)
+            self._rows_there = 0  # also if what follows fails
             if padded is None:
-                self._model.forward(self._batch.batch(used), self.kv)
+                self._compute_step(shape)
             else:
                 self._forward(padded)()
+            self._rows_there = self._rows_along(shape)
 
     def execute_next(self, step: Step, draws: np.ndarray) -> Callable[[], list[int]]:
         """Compute a step of decodes, one of each sequence in the order in which their last tokens were drawn on the device,
@@ -147,6 +152,9 @@ class Runner:
         (:data:`minipage.kernels.draws.DRAW` says how); -1 where a row has none. Only devices that draw may be given some.
         """
         num_draws = 0 if draws is None else len(draws)
+        if len(rows) <= self._rows_there and rows == list(range(len(rows))):
+            return list
+        self._rows_there = 0
         with self._device.compute():
             num_rows = self._device.recorded_rows(len(rows), self.max_logit_rows)
             padded = num_rows or len(rows)
@@ -188,8 +196,20 @@ class Runner:
             self._num_tokens = 0
 
     def _record_forward(self, shape: StepShape) -> Callable[[], None]:
-        batch = self._batch.batch(shape)
-        return self._device.record(lambda: self._model.forward(batch, self.kv))
+        return self._device.record(functools.partial(self._compute_step, shape))
+
+    def _compute_step(self, shape: StepShape) -> None:
+        """The hidden states of a step, and the logits of decodes."""
+        self._model.forward(self._batch.batch(shape), self.kv)
+        if num_rows := self._rows_along(shape):
+            self._model.compute_logits(self._all_rows[:num_rows])
+
+    def _rows_along(self, shape: StepShape) -> int:
+        """How many rows of logits to compute along with a step: those of all decodes, for they will be asked for. Not where the
+        device draws from them, which is asked for together.
+        """
+        are_decodes = shape.num_tokens == shape.num_seqs <= self.max_logit_rows
+        return shape.num_seqs if are_decodes and not self.samples else 0
 
     def _record_logits(self, num_rows: int, draws: bool) -> Callable[[], None]:
         return self._device.record(functools.partial(self._compute_logits, num_rows, draws))

@@ -15,9 +15,8 @@ from .rope import rope, rope_and_cache
 from .sampling import sample
 from .weights import empty_weight, pack_groups, pack_rows, unpack_rows
 
-#: K pages [nb, KVH, D, B]: neighbouring threads, each with a token, read neighbouring elements. V pages [nb, KVH, B, D]:
-#: neighbouring threads, each with a dim.
-KEY_AXES = (0, 1, 3, 2)
+#: Pages of K and V are [nb, KVH, B, D]: neighbouring threads read neighbouring dims of a token, 16 bytes each.
+KEY_AXES = (0, 1, 2, 3)
 VALUE_AXES = (0, 1, 2, 3)
 PAGE_KINDS = tuple(STORAGE)  # there are no kernels for int8 pages
 SAMPLES = True

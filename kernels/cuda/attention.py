@@ -1,4 +1,4 @@
-"""Attention over pages with an online softmax (Milakov and Gimelshein 2018), a thread block for each query token and head."""
+"""Attention over pages: which kernels a call takes, and their launches."""
 
 from __future__ import annotations
 
@@ -8,105 +8,71 @@ from typing import Any
 import numpy as np
 from numpy import float32
 
-from .formats import widen
-from .target import WARP, blocks_for, cuda, kernel, launch, pure_function
+from ..dtypes import float_kind
+from . import attention_scalar, attention_tensor
+from .attention_kernels import part_kernel
+from .attention_merge import merge_kernel
+from .attention_tile import PART, TILE_ROWS, WARPS, Shape, padded_dim
+from .intrinsics import bits_float, load16
+from .target import WARP, address, blocks_for, launch, pure_function, scratch
 
 Array = Any
 
-MAX_HEAD_DIM = 256  #: a thread a dim, and room for as many in shared memory
+MAX_HEAD_DIM = 256
+LOG2_E = 1 / math.log(2)
+ENOUGH_BLOCKS = 1024  #: that fill a GPU, so that blocks may take all parts of their rows
+MOST_SCRATCH = 1 << 26  #: floats
+MOST_ROWS = (1 << 31) - 1  #: of pages: tokens x kv heads, which kernels count in 32 bits
+
+#: By kind of pages, whether pages and queries can be read 16 bytes at a time, and shape: those that were needed so far.
+kernels: dict[tuple[str, bool, bool, Shape], Any] = {}
 
 
-@pure_function
-def sequence_of(token: Any, query_start: Array) -> Any:
-    """The sequence that owns a token: the last one that starts at or before it (bisection)."""
-    low, high = 0, query_start.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if query_start[middle] <= token:
-            low = middle
+def kernel_for(kind: str, wide_pages: bool, wide_queries: bool, shape: Shape) -> Any:
+    """The kernel for parts: on tensor cores where the pages allow it, whatever the batch."""
+    key = kind, wide_pages, wide_queries, shape
+    if key not in kernels:
+        load_query = _query_loader(shape.head_dim, wide_queries)
+        on_tensor_cores = kind != "float32" and wide_pages
+        if on_tensor_cores:
+            arithmetic = attention_tensor.arithmetic(kind, shape.head_dim, load_query)
         else:
-            high = middle
-    return low
+            arithmetic = attention_scalar.arithmetic(shape.head_dim, wide_pages, load_query)
+        kernels[key] = part_kernel(arithmetic, shape, _tiles(on_tensor_cores, wide_pages, shape))
+    return kernels[key]
 
 
-@kernel
-def paged_attention_kernel(
-    out: Array,
-    q: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_tables: Array,
-    context_lens: Array,
-    query_start: Array,
-    scale: Any,
-    window: Any,
-    soft_cap: Any,
-    num_sinks: Any,
-    sink_q: Array,
-) -> None:
-    query = cuda.shared.array(MAX_HEAD_DIM, float32)
-    scores = cuda.shared.array(MAX_HEAD_DIM, float32)
-    weights = cuda.shared.array(MAX_HEAD_DIM, float32)
-    token, head, thread, num_threads = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x, cuda.blockDim.x
-    if token >= query_start[query_start.shape[0] - 1]:
-        return  # padding: no sequence owns it (all threads leave together)
-    head_dim, block_size = q.shape[2], key_cache.shape[3]
-    kv_head = head // (q.shape[1] // key_cache.shape[1])
-    sequence = sequence_of(token, query_start)
+def _tiles(on_tensor_cores: bool, wide_pages: bool, shape: Shape) -> int:
+    """Tiles that a multiprocessor is to hold at once: 8 are half of its warps, and fewer where that takes more registers."""
+    if on_tensor_cores:
+        return 6 if shape.whole and (shape.has_sinks or shape.head_dim > 128) else 8
+    if wide_pages and not shape.whole:
+        return 6 if shape.has_sinks else 8
+    return 4
 
-    # The queries of a sequence are the last tokens of its context: this one sees the sinks and the tokens start..end,
-    # itself the last; a sink within the window is seen once, as a sink.
-    end = context_lens[sequence] - (query_start[sequence + 1] - 1 - token)
-    sinks = min(num_sinks, end)
-    start = max(end - window, sinks) if window > 0 else sinks
 
-    largest = float32(-math.inf)
-    weight_sum = float32(0)
-    attended = float32(0)
-    for part in range(2):
-        first, stop = (0, sinks) if part == 0 else (start, end)
-        if thread < head_dim:
-            query[thread] = sink_q[token, head, thread] if part == 0 else q[token, head, thread]
-        cuda.syncthreads()
+def _query_loader(head_dim: int, wide: bool) -> Any:
+    """A function that gives 4 neighbouring dims of a query, 0 behind the last; they may be read at once if ``wide``."""
 
-        # Tiles of as many tokens as there are threads, at fixed places in the sequence: whatever the split of a prompt
-        # into chunks, the sums of a query are the same ones in the same order.
-        for tile in range(first // num_threads * num_threads, stop, num_threads):
-            tile_first, tile_stop = max(first, tile), min(stop, tile + num_threads)
+    @pure_function
+    def element(q: Array, token: Any, head: Any, dim: Any) -> Any:
+        return q[token, head, dim] if dim < head_dim else float32(0)
 
-            # First, a thread a token: neighbouring threads read neighbouring tokens of a page.
-            position = tile + thread
-            score = float32(-math.inf)
-            if tile_first <= position and position < tile_stop:
-                block, offset = block_tables[sequence, position // block_size], position % block_size
-                dot = float32(0)
-                for dim in range(head_dim):
-                    dot += query[dim] * widen(key_cache[block, kv_head, dim, offset])
-                score = dot * scale
-                if soft_cap > float32(0):
-                    score = soft_cap * math.tanh(score / soft_cap)
-            scores[thread] = score
-            cuda.syncthreads()
-            old_largest = largest
-            for i in range(tile_first - tile, tile_stop - tile):
-                largest = max(largest, scores[i])
-            # Where all scores so far are -inf, weights of 0: exp(-inf - -inf) would be NaN.
-            base = largest if largest != float32(-math.inf) else float32(0)
-            weights[thread] = math.exp(score - base)
-            cuda.syncthreads()
+    @pure_function
+    def load_query(q: Array, token: Any, head: Any, dim: Any) -> Any:
+        if wide:
+            if dim < head_dim:
+                a, b, c, d = load16(q, ((token * q.strides[0] + head * q.strides[1]) >> 2) + dim)
+                return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
+            return float32(0), float32(0), float32(0), float32(0)
+        return (
+            element(q, token, head, dim),
+            element(q, token, head, dim + 1),
+            element(q, token, head, dim + 2),
+            element(q, token, head, dim + 3),
+        )
 
-            # Then, a thread a dim: neighbouring threads read neighbouring dims of a token.
-            shrink = math.exp(old_largest - base)
-            weight_sum *= shrink
-            attended *= shrink
-            for position in range(tile_first, tile_stop):
-                weight = weights[position - tile]
-                weight_sum += weight
-                if thread < head_dim:
-                    block, offset = block_tables[sequence, position // block_size], position % block_size
-                    attended += weight * widen(value_cache[block, kv_head, offset, thread])
-    if thread < head_dim:
-        out[token, head, thread] = attended / weight_sum
+    return load_query
 
 
 def paged_attention(
@@ -125,10 +91,46 @@ def paged_attention(
 ) -> None:
     """See :meth:`kernels.ops.Ops.paged_attention`; head sizes up to 256."""
     num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = key_cache.shape
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim} is too large for the CUDA kernels; allowed: up to {MAX_HEAD_DIM}")
-    threads = blocks_for(head_dim, WARP) * WARP
-    sequences = block_tables, context_lens, query_start
-    numbers = np.float32(scale), int(window), np.float32(soft_cap), int(num_sinks)
-    arguments = out, q, key_cache, value_cache, *sequences, *numbers, q if sink_q is None else sink_q
-    launch(paged_attention_kernel, (num_tokens, num_heads), threads, *arguments)
+    keys, values = _flat(key_cache), _flat(value_cache)
+    sink_q = q if sink_q is None else sink_q
+    wide_pages = head_dim * keys.itemsize % 16 == 0 and not (address(keys) % 16 or address(values) % 16)
+    wide_queries = _has_wide_rows(q) and _has_wide_rows(sink_q)
+
+    # Blocks of queries by rows, as sequence_of_tile deals them out; with enough of them, none needs to be split into parts.
+    num_sequences, num_parts = len(query_start) - 1, blocks_for(block_tables.shape[1] * block_size, PART)
+    rows = num_tokens * num_heads // num_kv_heads
+    size = num_tokens * num_heads * num_parts * (padded_dim(head_dim) + 2)
+    many = num_tokens >= 4 * num_sequences and rows // (2 * TILE_ROWS) * num_kv_heads >= ENOUGH_BLOCKS
+    shape = Shape(head_dim, block_size, num_sinks > 0, many or size > MOST_SCRATCH)
+    grid = rows // (shape.row_tiles * TILE_ROWS) + num_sequences, num_kv_heads, 1 if shape.whole else num_parts
+    partial = scratch("attention", 1 if shape.whole else size)
+
+    # Scores are exponents of 2, and those of a cap are divided by it first.
+    numbers = np.float32(scale / soft_cap if soft_cap else scale * LOG2_E), np.float32(soft_cap * LOG2_E)
+    sight, lengths = (int(window), int(num_sinks), num_parts), (context_lens, query_start)
+    kernel = kernel_for(float_kind(keys), wide_pages, wide_queries, shape)
+    arguments = out, partial, q, sink_q, keys, values, block_tables, *lengths, *numbers, *sight
+    launch(kernel, grid, shape.row_tiles * WARPS * WARP, *arguments)
+    if not shape.whole:
+        threads = blocks_for(head_dim, WARP) * WARP
+        launch(merge_kernel, (num_tokens, num_heads), threads, out, partial, *lengths, *sight)
+
+
+def _flat(pages: Array) -> Array:
+    """Pages as one row of elements."""
+    if not pages.flags.c_contiguous:
+        raise ValueError(
+            f"pages of shape {pages.shape} and strides {pages.strides} are not contiguous; allowed: C order"
+        )
+    if pages.size // pages.shape[3] > MOST_ROWS:
+        raise ValueError(f"pages of shape {pages.shape} have too many rows of {pages.shape[3]}; allowed: {MOST_ROWS:,}")
+    return pages.reshape(-1)
+
+
+def _has_wide_rows(q: Array) -> bool:
+    """Whether each head of each token begins at a multiple of 16 bytes and ends at one."""
+    aligned = q.shape[2] % 4 == 0 and q.strides[0] % 16 == 0 and q.strides[1] % 16 == 0 and address(q) % 16 == 0
+    return bool(aligned and q.strides[2] == q.itemsize)

@@ -12,6 +12,9 @@ begins, and must make an address that is a multiple of 16 bytes.
     float_bits(x), bits_float(word)                  the bits of a float32, and back
     permute_bytes(a, b, selector)    of the bytes 0 to 3 of a and 4 to 7 of b those that the selector's last four hex digits name
     multiply_add(x, y, z)                            x * y + z of float32, rounded once, wherever the compiler sees it
+    multiply(x, y)                                   x * y of float32, never fused with an addition
+    exp2(x)                                          2^x of float32, to 2 units in the last place
+    hidden(n)                                        n, an int32, of which the compiler does not know that it is constant
     mma_half(c, a, b), mma_bfloat16(c, a, b)         c + a @ b on tensor cores, by a whole warp: see below
     load_matrices(array, offset), load_matrices_transposed(array, offset)   four 8x8 matrices of 16-bit elements
 
@@ -38,6 +41,7 @@ from .target import SIMULATED
 
 WORD, SINGLE, SHORT = ir.IntType(32), ir.FloatType(), ir.IntType(16)
 WORDS = ir.VectorType(WORD, 4)
+BY_A_WARP = ("convergent",)  #: keeps an instruction that a whole warp runs from where only some lanes go
 GLOBAL_SPACE, SHARED_SPACE = 1, 3  #: LLVM's address spaces of global and shared memory
 
 _MMA = (
@@ -149,6 +153,26 @@ def _multiply_add(types: Any, intrinsic: Callable[..., Any]) -> Any:
     return intrinsic(multiply_add)
 
 
+def _assembly(types: Any, intrinsic: Callable[..., Any], text: str, kind: str, num_operands: int) -> Any:
+    """One instruction that has nothing but a result, $0, and one or two operands, all of the type that Numba names so."""
+    llvm_type, register = (SINGLE, "f") if kind == "float32" else (WORD, "r")
+    number = getattr(types, kind)
+    signature = number(*[number] * num_operands)
+    constraints = ",".join([f"={register}", *[register] * num_operands])
+    function = ir.FunctionType(llvm_type, [llvm_type] * num_operands)
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.call(ir.InlineAsm(function, text, constraints), args)
+
+    def unary(typingctx: Any, x: Any) -> Any:
+        return signature, emit
+
+    def binary(typingctx: Any, x: Any, y: Any) -> Any:
+        return signature, emit
+
+    return intrinsic(unary if num_operands == 1 else binary)
+
+
 def _mma_intrinsic(types: Any, intrinsic: Callable[..., Any], operand: str) -> Any:
     floats, words = types.UniTuple(types.float32, 4), types.UniTuple(types.uint32, 4)
     text, constraints = _MMA.format(operand), ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
@@ -157,7 +181,8 @@ def _mma_intrinsic(types: Any, intrinsic: Callable[..., Any], operand: str) -> A
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             sums, left, right = ([builder.extract_value(args[i], j) for j in range(n)] for i, n in enumerate((4, 4, 2)))
             function = ir.FunctionType(ir.LiteralStructType([SINGLE] * 4), [WORD] * 6 + [SINGLE] * 4)
-            result = builder.call(ir.InlineAsm(function, text, constraints), [*left, *right, *sums])
+            assembly = ir.InlineAsm(function, text, constraints)
+            result = builder.call(assembly, [*left, *right, *sums], attrs=BY_A_WARP)
             return _tuple(context, builder, sig, [builder.extract_value(result, i) for i in range(4)])
 
         return floats(floats, words, types.UniTuple(types.uint32, 2)), emit
@@ -175,7 +200,7 @@ def _matrix_intrinsic(types: Any, intrinsic: Callable[..., Any], modifier: str) 
             address = builder.ptrtoint(shared, WORD)
             function = ir.FunctionType(ir.LiteralStructType([WORD] * 4), [WORD])
             assembly = ir.InlineAsm(function, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
-            result = builder.call(assembly, [address])
+            result = builder.call(assembly, [address], attrs=BY_A_WARP)
             return _tuple(context, builder, sig, [builder.extract_value(result, i) for i in range(4)])
 
         return types.UniTuple(types.uint32, 4)(array, types.int64), emit
@@ -187,12 +212,15 @@ if SIMULATED:
     from .simulated_intrinsics import (
         bits_float,
         element_at,
+        exp2,
         float_bits,
+        hidden,
         load16,
         load_matrices,
         load_matrices_transposed,
         mma_bfloat16,
         mma_half,
+        multiply,
         multiply_add,
         pack_bfloat16,
         pack_half,
@@ -211,18 +239,24 @@ else:
     unpack_bfloat16, pack_bfloat16 = _pair_intrinsics(types, intrinsic, "uint16", "bf16")
     float_bits, bits_float, permute_bytes = _bit_intrinsics(types, intrinsic)
     multiply_add = _multiply_add(types, intrinsic)
+    multiply = _assembly(types, intrinsic, "mul.rn.f32 $0, $1, $2;", "float32", 2)
+    exp2 = _assembly(types, intrinsic, "ex2.approx.ftz.f32 $0, $1;", "float32", 1)
+    hidden = _assembly(types, intrinsic, "mov.b32 $0, $1;", "int32", 1)
     mma_half, mma_bfloat16 = (_mma_intrinsic(types, intrinsic, operand) for operand in ("f16", "bf16"))
     load_matrices, load_matrices_transposed = (_matrix_intrinsic(types, intrinsic, how) for how in ("", ".trans"))
 
 __all__ = [
     "bits_float",
     "element_at",
+    "exp2",
     "float_bits",
+    "hidden",
     "load16",
     "load_matrices",
     "load_matrices_transposed",
     "mma_bfloat16",
     "mma_half",
+    "multiply",
     "multiply_add",
     "pack_bfloat16",
     "pack_half",

@@ -57,11 +57,11 @@ def rope_and_cache_kernel(
     cuda.syncthreads()  # k as rotated by all threads is read next
     slot = slots[token]
     if slot >= 0:
-        block_size = key_cache.shape[3]
+        block_size = key_cache.shape[2]
         block, offset = slot // block_size, slot % block_size
         for element in range(cuda.threadIdx.x, num_kv_heads * head_dim, THREADS):
             head, dim = element // head_dim, element % head_dim
-            key_cache[block, head, dim, offset] = narrow(key_cache, k[token, head, dim])
+            key_cache[block, head, offset, dim] = narrow(key_cache, k[token, head, dim])
             value_cache[block, head, offset, dim] = narrow(value_cache, v[token, head, dim])
 
 

@@ -81,6 +81,18 @@ def multiply_add(x: Any, y: Any, z: Any) -> Any:
     return np.float32(np.float64(x) * np.float64(y) + np.float64(z))
 
 
+def multiply(x: Any, y: Any) -> Any:
+    return np.float32(x) * np.float32(y)
+
+
+def exp2(x: Any) -> Any:
+    return np.exp2(np.float32(x))
+
+
+def hidden(n: int) -> int:
+    return n
+
+
 def mma_half(c: Words, a: Words, b: Words) -> Words:
     return _mma("mma_half", _halves, c, a, b)
 
@@ -105,7 +117,8 @@ def _mma(operation: str, floats: Callable[[np.ndarray], np.ndarray], c: Words, a
         # [g, p, word (row half + 2 * column half), 2] and [g, p, word (row half), 2]
         rows = left.reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
         columns = right.reshape(8, 4, 2, 2).transpose(2, 1, 3, 0).reshape(16, 8)
-        lanes["product"] = rows @ columns
+        # Each element by itself, in the order of k: a BLAS may sum the rows of a matrix differently.
+        lanes["product"] = (rows[:, :, None] * columns).sum(axis=1)
     group, pair = divmod(getcurrent().lane, 4)
     own = lanes["product"][group::8, 2 * pair : 2 * pair + 2].reshape(4)
     return tuple(np.float32(x) for x in np.array(c, np.float32) + own)

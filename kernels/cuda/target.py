@@ -19,6 +19,9 @@ Array = Any
 
 #: Whether kernels run in Numba's simulator, thread by thread in Python.
 SIMULATED = bool(config.ENABLE_CUDASIM)
+#: Numbers that are kept in 32 bits, while Numba computes with 64. Those of the simulator are Python's, which are faster.
+int32: Any = int if SIMULATED else np.int32
+uint32: Any = int if SIMULATED else np.uint32
 WARP = 32
 #: Threads of a block where a kernel has no reason to choose: every simulated thread costs, and one warp shows as much.
 THREADS = WARP if SIMULATED else 256

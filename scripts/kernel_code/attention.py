@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minipage.kernels.cuda.attention import paged_attention_kernel
+from minipage.kernels.cuda.attention import kernel_for
+from minipage.kernels.cuda.attention_merge import merge_kernel
+from minipage.kernels.cuda.attention_tile import PART, WARPS, Shape
 from minipage.kernels.cuda.rope import rope_and_cache_kernel, rope_kernel
 from minipage.kernels.cuda.target import THREADS
 
-from .specimens import F32, FLOATS, I32, I64, IDS, ROWS, SLOTS, Launch, Specimen, array
+from .specimens import F32, FLOATS, I32, I64, IDS, ROWS, SLOTS, VECTOR, Launch, Specimen, array
 
 HEADS = array(F32, 3, "A")
 
@@ -20,11 +22,28 @@ def specimens() -> Iterator[Specimen]:
         pages = array(dtype, 4)
         arguments = HEADS, HEADS, HEADS, ROWS, ROWS, IDS, pages, pages, SLOTS
         yield Specimen(f"rope_and_cache {kind}", rope_and_cache_kernel, arguments, THREADS)
-        sequences = array(I32, 2), IDS, IDS
-        yield Specimen(
-            f"paged_attention {kind}",
-            paged_attention_kernel,
-            (array(F32, 3), HEADS, pages, pages, *sequences, F32, I64, F32, I64, HEADS),
-            128,
-            launch=Launch("1 sequence of 8,192 tokens, 32 heads of 128", 32, 2 * 8192 * 8 * 128 * dtype.bitwidth // 8),
-        )
+        for head_dim in (64, 128, 256) if kind == "float16" else (128,):
+            num_bytes = 2 * 8192 * 8 * head_dim * dtype.bitwidth // 8
+            launch = Launch(f"1 sequence of 8,192 tokens, 32 heads of {head_dim}", 8 * 8192 // PART, num_bytes)
+            yield _attention(kind, Shape(head_dim, 16, has_sinks=False, whole=False), launch)
+            yield _attention(kind, Shape(head_dim, 16, has_sinks=False, whole=True))
+        yield _attention(kind, Shape(128, 16, has_sinks=True, whole=False))
+        yield _attention(kind, Shape(128, 16, has_sinks=True, whole=True))
+    yield _attention("float16", Shape(33, 16, has_sinks=False, whole=False), wide=False)
+    numbers = I64, I64, I64
+    yield Specimen("paged_attention merge", merge_kernel, (array(F32, 3), VECTOR, IDS, IDS, *numbers), 128)
+
+
+def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool = True) -> Specimen:
+    pages = array(FLOATS[kind], 1)
+    arguments = array(F32, 3), VECTOR, HEADS, HEADS, pages, pages, array(I32, 2, "A"), IDS, IDS, F32, F32, I64, I64, I64
+    return Specimen(
+        f"paged_attention {kind} {shape.head_dim}{' sinks' * shape.has_sinks}{' whole' * shape.whole}",
+        kernel_for(kind, wide, wide, shape),
+        arguments,
+        shape.row_tiles * WARPS * 32,
+        wide_loads=wide,
+        tensor_cores=wide and kind != "float32",
+        launch=launch,
+        fills_gpu=launch is not None,
+    )

@@ -18,12 +18,15 @@ if CUDA is None:
 from minipage.kernels.cuda.intrinsics import (  # noqa: E402
     bits_float,
     element_at,
+    exp2,
     float_bits,
+    hidden,
     load16,
     load_matrices,
     load_matrices_transposed,
     mma_bfloat16,
     mma_half,
+    multiply,
     multiply_add,
     pack_bfloat16,
     pack_half,
@@ -161,3 +164,20 @@ def test_matrices_from_shared_memory(transposed: bool) -> None:
     out = run(read, np.zeros((4, 32), np.uint32), x)[0]
     matrices = x.reshape(4, 8, 8).transpose(0, 2, 1) if transposed else x.reshape(4, 8, 8)
     assert_same_bits(out, np.ascontiguousarray(matrices).view(np.uint32).reshape(4, 32))
+
+
+def test_products_and_powers() -> None:
+    """x * y as rounded once; 2^x as near as its instruction gives it, and exact where that matters; a number as it is."""
+
+    @kernel
+    def all_of_them(products: Array, powers: Array, numbers: Array, x: Array) -> None:
+        i = cuda.threadIdx.x
+        products[i], powers[i], numbers[i] = multiply(x[i, 0], x[i, 1]), exp2(x[i, 0]), hidden(-5)
+
+    x = normal(1, 32, 2) * 9
+    x[:4, 0] = 0, -np.inf, np.inf, np.nan
+    products, powers, numbers, _ = run(all_of_them, *np.zeros((2, 32), np.float32), np.zeros(32, np.int32), x)
+    assert_same_bits(products[4:], (x[:, 0] * x[:, 1])[4:])
+    np.testing.assert_array_equal(powers[:4], [1, 0, np.inf, np.nan])
+    np.testing.assert_allclose(powers, np.exp2(x[:, 0].astype(np.float64)), rtol=2.5e-7)
+    assert (numbers == -5).all()

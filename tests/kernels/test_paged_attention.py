@@ -69,7 +69,27 @@ SMALL = [
 ]
 
 
-@cases(odd_shapes(), [*SMALL, Problem(2, 1, 128, 4, (5,), (1,)), Problem(1, 1, 256, 4, (3,), (1,))])
+#: The values of all axes once, in few and short sequences, in every kind of pages that a simulated GPU has.
+SIMULATED = [
+    *SMALL,
+    Problem(2, 1, 128, 4, (5,), (1,)),
+    Problem(1, 1, 256, 4, (3,), (1,)),
+    Problem(3, 1, 20, 4, (257,), (1,)),
+    Problem(1, 1, 4, 16, (1025,), (1,)),
+    Problem(7, 1, 8, 16, (1025,), (1,), kind="float16"),
+    Problem(65, 5, 8, 32, (31, 33), (1, 1), kind="bfloat16"),
+    Problem(128, 8, 8, 16, (17,), (1,), kind="float16"),
+    Problem(2, 2, 80, 4, (4, 3), (1, 2), kind="bfloat16"),
+    Problem(8, 1, 96, 16, (16, 15), (1, 3), kind="float16"),
+    Problem(4, 2, 128, 1, (17,), (2,), kind="bfloat16"),
+    Problem(2, 1, 136, 32, (33,), (1,), kind="float16"),
+    Problem(2, 1, 256, 16, (17,), (3,), kind="float16"),
+    Problem(3, 3, 33, 16, (17,), (2,), kind="float16"),
+    Problem(1, 1, 8, 4, tuple(range(1, 34)), (1,) * 33, kind="float16"),
+]
+
+
+@cases(odd_shapes(), SIMULATED)
 def test_odd_shapes(impl: Implementation, case: Problem) -> None:
     """Attention is its formula for head sizes, numbers of heads, block sizes and contexts of all kinds (MP-53)."""
     compare(impl, case.attend, case.formula, 1e-5)
@@ -81,7 +101,7 @@ def test_odd_shapes(impl: Implementation, case: Problem) -> None:
         for kind in PAGE_KINDS
         for heads, dim, block_size in (((4, 2), 64, 16), ((3, 1), 33, 16), ((5, 5), 20, 1), ((7, 1), 5, 3))
     ],
-    [replace(SMALL[1], kind=kind) for kind in PAGE_KINDS],
+    [replace(p, kind=kind) for p in (SMALL[1], replace(SMALL[2], heads=8)) for kind in PAGE_KINDS],
 )
 def test_storages(impl: Implementation, case: Problem) -> None:
     """Pages in 16 bits, or in 8 with scales, give what float32 pages with the same numbers give."""
@@ -93,7 +113,8 @@ MIXED = Problem(6, 2, 20, 4, (9, 150, 40, 3), (9, 40, 1, 2))
 
 @cases(
     [replace(MIXED, window=window, block_size=b) for window in (1, 2, 3, 8, 40, 128, 129) for b in (1, 4, 16)],
-    [replace(SMALL[2], window=window) for window in (1, 3, 20)],
+    [replace(SMALL[2], window=window, kind=kind) for window in (1, 3, 20) for kind in ("float32", "float16")]
+    + [Problem(2, 1, 8, 4, (300,), (7,), window=40, kind="bfloat16")],
 )
 def test_window(impl: Implementation, case: Problem) -> None:
     """A window of W shows a token itself and the W-1 before it; blocks before it are gone (their entries are -1)."""
@@ -109,7 +130,12 @@ def test_window(impl: Implementation, case: Problem) -> None:
     ]
     + [replace(p, window=5, sinks=3) for p in odd_shapes()[::5]]
     + [replace(MIXED, window=9, sinks=4, kind=kind, soft_cap=20.0) for kind in PAGE_KINDS],
-    [replace(SMALL[2], window=w, sinks=k, block_size=b) for w, k, b in ((3, 5, 4), (1, 1, 1), (20, 4, 16))],
+    [
+        replace(SMALL[2], window=w, sinks=k, block_size=b, kind=kind)
+        for w, k, b in ((3, 5, 4), (1, 1, 1), (20, 4, 16))
+        for kind in ("float32", "float16")
+    ]
+    + [Problem(2, 1, 8, 4, (550,), (3,), window=20, sinks=k, kind="float16") for k in (2, 270, 600)],
 )
 def test_sinks(impl: Implementation, case: Problem) -> None:
     """Queries see the sinks and the window, with all keys rotated to their places in the cache (StreamingLLM)."""
@@ -128,7 +154,7 @@ def test_sinks_within_the_window_change_nothing(impl: Implementation, block_size
 
 @cases(
     [Problem(contexts=(c,), queries=(c,), window=1, kind=kind) for c in range(1, 10) for kind in ("float32", "int8")],
-    [Problem(contexts=(c,), queries=(c,), window=1) for c in range(1, 10)],
+    [Problem(contexts=(c,), queries=(c,), window=1, kind=k) for c in range(1, 10, 2) for k in ("float32", "float16")],
 )
 def test_window_of_one_is_the_value(impl: Implementation, case: Problem) -> None:
     """A token that sees itself alone gets its own value, exactly (MP-51)."""
@@ -154,11 +180,13 @@ def test_scales_are_read_where_they_belong(impl: Implementation, case: tuple[str
     assert_same_bits(impl.host(out)[~is_wrong], clean[~is_wrong])
 
 
-@cases([0.5, 20.0, 50.0], [20.0])
-def test_soft_cap(impl: Implementation, case: float) -> None:
+@cases(
+    [replace(MIXED, soft_cap=cap) for cap in (0.5, 20.0, 50.0)],
+    [replace(SMALL[2], soft_cap=20.0, kind=kind) for kind in ("float32", "float16")],
+)
+def test_soft_cap(impl: Implementation, case: Problem) -> None:
     """A cap c turns a score x into c * tanh(x / c)."""
-    problem = replace(SMALL[2] if impl.simulated else MIXED, soft_cap=case)
-    compare(impl, problem.attend, problem.formula, 1e-5)
+    compare(impl, case.attend, case.formula, 1e-5)
 
 
 @cases(
@@ -167,7 +195,12 @@ def test_soft_cap(impl: Implementation, case: float) -> None:
         for p in (*SMALL, MIXED, replace(MIXED, window=5), replace(MIXED, window=5, sinks=3))
         for kind in PAGE_KINDS
     ],
-    [SMALL[1], replace(SMALL[2], window=3), replace(SMALL[2], window=3, sinks=5, block_size=4)],
+    [
+        SMALL[1],
+        replace(SMALL[2], window=3),
+        replace(SMALL[2], window=3, sinks=5, block_size=4, kind="float16"),
+        replace(SMALL[2], kind="bfloat16"),
+    ],
 )
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison: float) -> None:
@@ -187,7 +220,13 @@ def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison
         Problem(3, 1, 33, 3, (300, 270), (2, 9), kind="int8"),
         Problem(3, 1, 16, 4, (400,), (300,), window=150),
     ],
-    [SMALL[2], replace(SMALL[2], window=3, sinks=5)],
+    [
+        SMALL[2],
+        replace(SMALL[2], window=3, sinks=5),
+        replace(SMALL[2], heads=8, kind="float16"),
+        Problem(2, 1, 8, 4, (530, 9), (9, 2), kind="bfloat16"),
+        Problem(2, 1, 8, 4, (530,), (8,), kind="float16", window=270, sinks=3),
+    ],
 )
 def test_a_query_does_not_depend_on_its_company(impl: Implementation, case: Problem) -> None:
     """Each query has the same bits alone: another batch, another chunk, other physical blocks."""

@@ -13,7 +13,7 @@ from . import attention_scalar, attention_tensor
 from .attention_kernels import part_kernel
 from .attention_merge import merge_kernel
 from .attention_tile import PART, TILE_ROWS, WARPS, Shape, padded_dim
-from .intrinsics import bits_float, load16
+from .heads import have_wide_heads, load4
 from .target import WARP, address, blocks_for, launch, pure_function, scratch
 
 Array = Any
@@ -59,12 +59,11 @@ def _query_loader(head_dim: int, wide: bool) -> Any:
         return q[token, head, dim] if dim < head_dim else float32(0)
 
     @pure_function
-    def load_query(q: Array, token: Any, head: Any, dim: Any) -> Any:
-        if wide:
-            if dim < head_dim:
-                a, b, c, d = load16(q, ((token * q.strides[0] + head * q.strides[1]) >> 2) + dim)
-                return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
-            return float32(0), float32(0), float32(0), float32(0)
+    def load_wide(q: Array, token: Any, head: Any, dim: Any) -> Any:
+        return load4(q, token, head, dim) if dim < head_dim else (float32(0), float32(0), float32(0), float32(0))
+
+    @pure_function
+    def load_plain(q: Array, token: Any, head: Any, dim: Any) -> Any:
         return (
             element(q, token, head, dim),
             element(q, token, head, dim + 1),
@@ -72,7 +71,7 @@ def _query_loader(head_dim: int, wide: bool) -> Any:
             element(q, token, head, dim + 3),
         )
 
-    return load_query
+    return load_wide if wide else load_plain
 
 
 def paged_attention(
@@ -97,7 +96,7 @@ def paged_attention(
     keys, values = _flat(key_cache), _flat(value_cache)
     sink_q = q if sink_q is None else sink_q
     wide_pages = head_dim * keys.itemsize % 16 == 0 and not (address(keys) % 16 or address(values) % 16)
-    wide_queries = _has_wide_rows(q) and _has_wide_rows(sink_q)
+    wide_queries = have_wide_heads(q, sink_q)
 
     # Blocks of queries by rows, as sequence_of_tile deals them out; with enough of them, none needs to be split into parts.
     num_sequences, num_parts = len(query_start) - 1, blocks_for(block_tables.shape[1] * block_size, PART)
@@ -128,9 +127,3 @@ def _flat(pages: Array) -> Array:
     if pages.size // pages.shape[3] > MOST_ROWS:
         raise ValueError(f"pages of shape {pages.shape} have too many rows of {pages.shape[3]}; allowed: {MOST_ROWS:,}")
     return pages.reshape(-1)
-
-
-def _has_wide_rows(q: Array) -> bool:
-    """Whether each head of each token begins at a multiple of 16 bytes and ends at one."""
-    aligned = q.shape[2] % 4 == 0 and q.strides[0] % 16 == 0 and q.strides[1] % 16 == 0 and address(q) % 16 == 0
-    return bool(aligned and q.strides[2] == q.itemsize)

@@ -17,7 +17,6 @@ from .attention_tile import (
     WARPS,
     Arithmetic,
     Shape,
-    divide,
     finite_base,
     max_of_warps,
     padded_dim,
@@ -27,7 +26,7 @@ from .attention_tile import (
     sum_of_warps,
 )
 from .intrinsics import multiply
-from .target import WARP, bounded_kernel, cuda, int32
+from .target import WARP, bounded_kernel, cuda, divide, int32
 
 Array = Any
 

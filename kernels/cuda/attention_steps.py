@@ -15,12 +15,11 @@ from .attention_tile import (
     WARPS,
     Arithmetic,
     capped,
-    divide,
     finite_base,
     merged,
 )
 from .intrinsics import exp2, float_bits, hidden, multiply, store16
-from .target import WARP, cuda, device_function, int32, pure_function, uint32
+from .target import WARP, cuda, device_function, divide, int32, pure_function, uint32
 
 Array = Any
 

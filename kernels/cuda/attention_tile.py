@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from numpy import float32
 
 from .intrinsics import multiply, multiply_add
-from .target import cuda, device_function, int32, pure_function, uint32
+from .target import cuda, device_function, int32, pure_function
 
 Array = Any
 
@@ -80,12 +80,6 @@ class Shape(NamedTuple):
 def padded_dim(head_dim: int) -> int:
     """Floats that a row of a part's sums takes in the scratch: a multiple of 16 bytes."""
     return -(-head_dim // 4) * 4
-
-
-@pure_function
-def divide(a: Any, b: Any) -> Any:
-    """a // b of numbers that are not negative, in 32 bits: a long division takes more of everything."""
-    return int32(uint32(a) // uint32(b))
 
 
 @device_function

@@ -60,6 +60,12 @@ def pure_function(function: Callable[..., Any]) -> Any:
     return function if SIMULATED else device_function(function)
 
 
+@pure_function
+def divide(a: Any, b: Any) -> Any:
+    """a // b of numbers that are not negative, in 32 bits: a long division takes more of everything."""
+    return int32(uint32(a) // uint32(b))
+
+
 def launch(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int, *args: Any) -> None:
     """Launch a kernel on the current CuPy stream; nothing to do is no launch (CUDA refuses an empty grid).
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from minipage.kernels.cuda.attention import kernel_for
 from minipage.kernels.cuda.attention_merge import merge_kernel
 from minipage.kernels.cuda.attention_tile import PART, WARPS, Shape
-from minipage.kernels.cuda.rope import rope_and_cache_kernel, rope_kernel
+from minipage.kernels.cuda.rope import rope_and_cache_plain_kernel, rope_kernels, wide_cache_kernels
 from minipage.kernels.cuda.target import THREADS
 
 from .specimens import F32, FLOATS, I32, I64, IDS, ROWS, SLOTS, VECTOR, Launch, Specimen, array
@@ -17,11 +18,14 @@ HEADS = array(F32, 3, "A")
 
 def specimens() -> Iterator[Specimen]:
     """Each kernel for each kind of pages that it takes."""
-    yield Specimen("rope", rope_kernel, (HEADS, HEADS, ROWS, ROWS, IDS, I64), THREADS)
+    for access, kernel in rope_kernels.items():
+        arguments: tuple[Any, ...] = HEADS, HEADS, ROWS, ROWS, IDS, I64
+        yield Specimen(f"rope {access}", kernel, arguments, THREADS, wide_loads=access == "wide")
     for kind, dtype in FLOATS.items():
         pages = array(dtype, 4)
         arguments = HEADS, HEADS, HEADS, ROWS, ROWS, IDS, pages, pages, SLOTS
-        yield Specimen(f"rope_and_cache {kind}", rope_and_cache_kernel, arguments, THREADS)
+        yield Specimen(f"rope_and_cache {kind}", wide_cache_kernels[kind], arguments, THREADS, wide_loads=True)
+        yield Specimen(f"rope_and_cache {kind} plain", rope_and_cache_plain_kernel, arguments, THREADS)
         for head_dim in (64, 128, 256) if kind == "float16" else (128,):
             num_bytes = 2 * 8192 * 8 * head_dim * dtype.bitwidth // 8
             launch = Launch(f"1 sequence of 8,192 tokens, 32 heads of {head_dim}", 8 * 8192 // PART, num_bytes)

@@ -90,7 +90,7 @@ SHAPES = [
     Shape(7, 1, 1, 256, 64, 32),
     Shape(3, 2, 2, 20, 10, 4),
 ]
-SMALL_SHAPES = [SHAPES[0], SHAPES[1], SHAPES[5]]
+SMALL_SHAPES = [SHAPES[0], SHAPES[1], SHAPES[5], Shape(2, 2, 1, 24, 16, 4)]
 
 
 @cases(SHAPES, SMALL_SHAPES)
@@ -105,7 +105,7 @@ def test_rotation(impl: Implementation, case: Shape) -> None:
 
 @cases(
     [shape._replace(kind=kind) for shape in SHAPES for kind in PAGE_KINDS],
-    [SMALL_SHAPES[1]._replace(kind=kind) for kind in PAGE_KINDS],
+    [shape._replace(kind=kind) for shape in (SMALL_SHAPES[1], SMALL_SHAPES[3]) for kind in PAGE_KINDS],
 )
 def test_pages(impl: Implementation, case: Shape) -> None:
     """Each token's rotated k and its v lie in its slot, rounded to nearest, with their scales; no other slot has changed."""
@@ -124,10 +124,11 @@ def test_pages(impl: Implementation, case: Shape) -> None:
 @pytest.mark.parametrize("kind", STORAGES)
 def test_rounding_of_special_numbers(impl: Implementation, kind: str) -> None:
     """Ties go to even, what is too large becomes infinite, denormals are kept, and NaN stays NaN."""
-    numbers = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65519, 65520, 1e6, -1e39, 3e-8, 1e-40, -0.0, np.inf, np.nan]
+    numbers = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 65519, 65520, 1e6, -1e39, 3e-8, 1e-40, -0.0, np.inf]
+    numbers += [-65504, -65520, 2**-24, 2**-25, np.nan]  # 16 in all, so that they may be written at once
     with np.errstate(over="ignore"):
         v = np.array(numbers, np.float64).astype(np.float32).reshape(1, 1, -1)
-    shape = Shape(1, 1, 1, v.shape[-1], 2, 4, kind)
+    shape = Shape(1, 1, 1, v.shape[-1], 8, 4, kind)
     qkv, *rest = inputs(shape)
     qkv[:, 2] = v[0]
     stored = call(impl, shape, (qkv, *rest)).values

@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone tha
 
 from kernel_code import attention, linear, sampling, small
 from kernel_code.budget import Measured
-from kernel_code.compiler import CAPABILITIES, compile_kernel, missing
+from kernel_code.compiler import CAPABILITIES, Capability, KernelCode, compile_kernel, missing
 from kernel_code.specimens import Specimen
 
 from minipage.kernels import cuda as op_set
 
 H200_BANDWIDTH = 4800.0  #: GB/s, by its data sheet
+PROCESSES = 4  #: that compile at a time, where there are as many processors
 SOURCES = (attention, linear, sampling, small)
 
 
@@ -66,6 +70,24 @@ HEADER = (
     f"{'spills':>6} {'f64':>4} {'128-bit':>7} {'HMMA':>5} "
     f"{'occup.':>6}  launch"
 )
+
+
+def measure(found: Sequence[Specimen]) -> Iterator[Measured]:
+    """Each kernel compiled for each compute capability, in that order, by some processes at a time."""
+    tasks = [(specimen.name, capability) for specimen in found for capability in CAPABILITIES]
+    with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
+        for (name, capability), code in zip(tasks, pool.map(_compiled, *zip(*tasks, strict=True)), strict=True):
+            yield Measured(by_name()[name], capability, code)
+
+
+@cache
+def by_name() -> dict[str, Specimen]:
+    """Specimens by name: kernels cannot be sent from process to process."""
+    return {specimen.name: specimen for specimen in all_specimens()}
+
+
+def _compiled(name: str, capability: Capability) -> KernelCode:
+    return compile_kernel(by_name()[name], capability)
 
 
 def line(measured: Measured, bandwidth: float) -> str:
@@ -117,10 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {args.only}: no kernel has that in its name")
     print(HEADER)
     rows: list[Measured] = []
-    for specimen in found:
-        for capability in CAPABILITIES:
-            rows.append(Measured(specimen, capability, compile_kernel(specimen, capability)))
-            print(line(rows[-1], args.bandwidth), flush=True)
+    for row in measure(found):
+        rows.append(row)
+        print(line(row, args.bandwidth), flush=True)
     if args.json:
         report = {"kernels": sorted(all_kernels()), "rows": [as_json(row, args.bandwidth) for row in rows]}
         args.json.write_text(json.dumps(report, indent=1))

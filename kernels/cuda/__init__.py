@@ -1,7 +1,8 @@
 """The op set as Numba CUDA kernels, on CuPy arrays, or on NumPy arrays in Numba's simulator.
 
-In the form that is easiest to read: what each kernel computes is plain, and how its threads share the work is said in a
-line. ``NUMBA_ENABLE_CUDASIM=1``, set before Numba is first imported, chooses the simulator (:mod:`.simulator`).
+Each module says how the threads of its kernels share the work; ``scripts/kernel_report.py`` holds them to registers, shared
+memory and wide loads with which a GPU is kept busy. ``NUMBA_ENABLE_CUDASIM=1``, set before Numba is first imported, chooses
+the simulator (:mod:`.simulator`).
 """
 
 from ..dtypes import STORAGE

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numpy import float32, uint32
+from numpy import float32, int32, uint32
 
 from .intrinsics import element_at, load16
 from .linear_operands import KINDS, Kind
 from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, Source, reading_ahead, staging
 from .rows import choose, for_each_access
-from .target import WARP, blocks_for, cuda, kernel, launch
+from .target import HALF_OF_WARPS, WARP, blocks_for, bounded_kernel, cuda, launch
 from .weights import STEP, TILE
 
 Array = Any
@@ -30,7 +30,7 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
     find, operands, add, unit, shifted = kind.places, kind.operands, kind.add, float32(kind.unit), kind.shifted
     num_words, num_totals, num_sums = splits * ITEMS * ITEM_WORDS, splits * ITEMS // 4, splits * TILE * FEW
 
-    @kernel
+    @bounded_kernel(splits * WARP, HALF_OF_WARPS // splits)
     def linear_few_kernel(
         out: Array, x: Array, codes: Array, scales: Array, minima: Array, bias: Array, has_bias: Any, log_tokens: Any
     ) -> None:
@@ -38,7 +38,7 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         fragments = cuda.shared.array(num_words, uint32)
         totals = cuda.shared.array(num_totals, float32)
         merged = cuda.shared.array(num_sums, float32)
-        thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], 1 << log_tokens
+        thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], int32(1 << log_tokens)
         lane, part = thread & (WARP - 1), thread >> LOG_WARP
         pair = 2 * (
             lane & 3
@@ -46,9 +46,9 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         room = Room(part * ITEMS * ITEM_WORDS, part * ITEMS // 4, tokens, LOG_ITEMS - log_tokens, LOG_ITEMS)
         own = room.start + 4 * min(lane, 4 * tokens - 1)
         own_total, next_total = room.start_total + min(pair, tokens - 1), room.start_total + min(pair + 1, tokens - 1)
-        steps, at_once = (x.shape[1] + STEP - 1) // STEP, FEW >> log_tokens
-        step, stop = part * steps // splits, (part + 1) * steps // splits
-        factor_place, last = tile * scales.shape[1] + (lane >> 2), stop - 1
+        steps, at_once = (x.shape[1] + STEP - 1) // STEP, int32(FEW >> log_tokens)
+        step, stop = int32(part * steps // splits), int32((part + 1) * steps // splits)
+        factor_place, last = int32(tile * scales.shape[1] + (lane >> 2)), int32(stop - 1)
         source = Source(codes, scales, minima, find(codes, outputs, tile, lane), factor_place)
         ahead = begin(source, step, last)
         sums = FOUR_ZEROS
@@ -56,16 +56,16 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
             cuda.syncwarp()
             stage(fragments, totals, room, x, 0, step * STEP, lane, WARP)
             cuda.syncwarp()
-            for group in range(0, 2 * min(at_once, stop - step), 2):
-                (words, factors), ahead = ahead[0], go_on(ahead, source, step + (group >> 1), last)
+            for i in range(int32(min(at_once, int32(stop - step)))):
+                (words, factors), ahead = ahead[0], go_on(ahead, source, int32(step + i), last)
                 for half in range(2):
-                    place, total = own + (group + half) * tokens * 32, (group + half) * tokens
+                    place, total = own + (2 * i + half) * tokens * 32, (2 * i + half) * tokens
                     b = load16(fragments, place), load16(fragments, place + tokens * 16)
                     group_totals = ZERO, ZERO
                     if shifted:
                         group_totals = element_at(totals, own_total + total), element_at(totals, next_total + total)
                     sums = add(sums, operands(words, half), b, factors[half], group_totals)
-            step += at_once
+            step = int32(step + at_once)
         place = part * TILE * FEW + pair * TILE + (lane >> 2)
         merged[place], merged[place + TILE], merged[place + TILE // 2], merged[place + TILE + TILE // 2] = sums
         cuda.syncthreads()

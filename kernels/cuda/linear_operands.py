@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numpy import float32, uint32
+from numpy import float32, int32, uint32
 
 from ..ops import GROUP_SIZE
 from ..quantization import INT4_ZERO
@@ -97,16 +97,17 @@ def sum_of_parts(high: Any, low: Any) -> Any:
 
 @pure_function
 def float_places(codes: Array, outputs: int, tile: int, lane: int) -> Any:
-    """Where a lane reads rows g and g + 8 of a tile. Beyond the last row it is read again: those outputs are written nowhere."""
+    """Where a lane reads row g of a tile, and how far behind it row g + 8 is. Beyond the last row it is read again: those outputs
+    are written nowhere."""
     row, size = tile * TILE + (lane >> 2), codes.shape[1]
-    top, bottom = min(row, outputs - 1), min(row + TILE // 2, outputs - 1)
-    return top * size + EIGHT * (lane & 3), bottom * size + EIGHT * (lane & 3)
+    top, bottom = int32(min(row, outputs - 1)), int32(min(row + TILE // 2, outputs - 1))
+    return top * size + EIGHT * (lane & 3), int32((bottom - top) * size)
 
 
 @pure_function
 def float_words(codes: Array, places: Any, step: int) -> Any:
     """Both rows, of the first 32 inputs of a step and of the next."""
-    top, bottom = places[0] + step * STEP, places[1] + step * STEP
+    top, bottom = places[0] + step * STEP, places[0] + int32(places[1] + step * STEP)
     return (
         stream16(codes, top),
         stream16(codes, bottom),
@@ -117,21 +118,22 @@ def float_words(codes: Array, places: Any, step: int) -> Any:
 
 @pure_function
 def code_places(codes: Array, outputs: int, tile: int, lane: int) -> Any:
-    """Where a lane reads codes of a tile, both rows at once."""
-    return (tile * codes.shape[1] + lane * 4,)
+    """Where a lane reads codes of a tile, both rows at once. Places of words have 32 bits: they take half the registers, and
+    :func:`.weights.empty_weight` allows no more words."""
+    return (int32(tile * codes.shape[1] + lane * 4),)
 
 
 @pure_function
 def int8_words(codes: Array, places: Any, step: int) -> Any:
     """A group and the next."""
-    place = places[0] + step * 256
+    place = int32(places[0] + step * 256)
     return stream16(codes, place), stream16(codes, place + 128)
 
 
 @pure_function
 def int4_words(codes: Array, places: Any, step: int) -> Any:
     """Two groups at once."""
-    return (stream16(codes, places[0] + step * 128),)
+    return (stream16(codes, int32(places[0] + step * 128)),)
 
 
 @pure_function
@@ -273,14 +275,18 @@ class Kind(NamedTuple):
     has_minima: bool = False
     shifted: bool = False  #: wants the sums of x over groups
     unit: float = 1.0  #: of the sums
-    most_tokens: int = 64  #: at once, as registers allow
+    most_tokens: int = 32  #: at once, as registers allow
 
 
-_FOUR_BITS: dict[str, Any] = {"depth": 3, "scaled": True, "shifted": True, "most_tokens": 32}
+_FOUR_BITS: dict[str, Any] = {"scaled": True, "shifted": True, "most_tokens": 16}
 KINDS = {
     "bfloat16": Kind(split_bfloat16, float_places, float_words, float_operands, add_bfloat16, depth=1),
     "float16": Kind(split_half, float_places, float_words, float_operands, add_half, depth=1, unit=16.0),
     "int8": Kind(split_bfloat16, code_places, int8_words, int8_operands, add_int8, depth=2, scaled=True),
-    "int4": Kind(split_bfloat16, code_places, int4_words, int4_operands, add_int4, has_minima=True, **_FOUR_BITS),
-    "int4_symmetric": Kind(split_bfloat16, code_places, int4_words, int4_operands, add_int4_symmetric, **_FOUR_BITS),
+    "int4": Kind(
+        split_bfloat16, code_places, int4_words, int4_operands, add_int4, depth=2, has_minima=True, **_FOUR_BITS
+    ),
+    "int4_symmetric": Kind(
+        split_bfloat16, code_places, int4_words, int4_operands, add_int4_symmetric, depth=3, **_FOUR_BITS
+    ),
 }

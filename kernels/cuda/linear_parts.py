@@ -3,13 +3,16 @@
 Tokens are brought to shared memory as words of operand b (:mod:`.linear_operands`). What a thread brings at a time, eight inputs
 of a token, is an item; of 32 inputs, each token has four items of two times four words. A lane's four words of a product lie
 side by side, and so do those of all lanes.
+
+Steps, rows and columns are counted in 32 bits. Those of Numba's integers are 64, which are two registers each, and a thread of
+these kernels has few left: 64 in all, so that a multiprocessor holds half of the warps that it can.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numpy import float32, uint32
+from numpy import float32, int32, uint32
 
 from .intrinsics import element_at, store16
 from .linear_operands import EIGHT, Kind, sum_of_parts
@@ -61,15 +64,15 @@ def staging(kind: Kind, load: Any) -> Any:
     ) -> None:
         """The items of x[token:, column:], thread number ``thread`` of ``threads``; 0 for what lies beyond x. Where they are
         wanted, ``totals`` gets the sums over groups of 32 inputs."""
-        num_tokens, size = x.shape
+        num_tokens, size = int32(x.shape[0]), int32(x.shape[1])
         for item in range(thread, 1 << room.log_items, threads):
             row, eight = item >> room.log_eights, item & ((1 << room.log_eights) - 1)
-            i = column + eight * EIGHT
+            source_row, i = int32(token + row), int32(column + eight * EIGHT)
             p, q = FOUR_ZEROS, FOUR_ZEROS
-            if token + row < num_tokens and i < size:
-                p = load(x, token + row, i)
-                if i + 4 < size:
-                    q = load(x, token + row, i + 4)
+            if source_row < num_tokens and i < size:
+                p = load(x, source_row, i)
+                if int32(i + 4) < size:
+                    q = load(x, source_row, int32(i + 4))
             (a, e), (b, f), (c, g), (d, h) = split(p[0], p[1]), split(p[2], p[3]), split(q[0], q[1]), split(q[2], q[3])
             place = room.start + ((eight >> 2) * 2 * room.tokens + row) * 16 + (eight & 3) * 4
             store16(words, place, (a, b, e, f))
@@ -99,7 +102,7 @@ def reading(kind: Kind) -> Any:
 
     @pure_function
     def factors(source: Source, group: Any) -> Any:
-        place = source.factor_place + group * 8
+        place = int32(source.factor_place + group * 8)
         scale = element_at(source.scales, place) if scaled else uint32(0)
         return scale, element_at(source.minima, place) if has_minima else uint32(0)
 
@@ -123,13 +126,13 @@ def reading_ahead(kind: Kind) -> tuple[Any, Any]:
         first = read(source, step)
         if depth == 1:
             return (first,)
-        second = read(source, min(step + 1, last))
+        second = read(source, min(int32(step + 1), last))
         if depth == 2:
             return first, second
-        return first, second, read(source, min(step + 2, last))
+        return first, second, read(source, min(int32(step + 2), last))
 
     @pure_function
     def go_on(ahead: Any, source: Source, step: Any, last: Any) -> Any:
-        return (*ahead[1:], read(source, min(step + depth, last)))
+        return (*ahead[1:], read(source, min(int32(step + depth), last)))
 
     return begin, go_on

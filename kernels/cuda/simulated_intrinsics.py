@@ -17,7 +17,7 @@ Array = Any
 Words = tuple[Any, ...]
 
 
-def _memory(array: Array, offset: int) -> Any:
+def _memory(array: Array, offset: Any) -> Any:
     """The 16 bytes at an offset as four words; IndexError or ValueError where a GPU would read others or trap."""
     address = array.ctypes.data + int(offset) * array.itemsize
     first, stop = byte_bounds(array)
@@ -28,19 +28,19 @@ def _memory(array: Array, offset: int) -> Any:
     return (ctypes.c_uint32 * 4).from_address(address)
 
 
-def load16(array: Array, offset: int) -> Words:
+def load16(array: Array, offset: Any) -> Words:
     return tuple(np.uint32(word) for word in _memory(array, offset))
 
 
-def stream16(array: Array, offset: int) -> Words:
+def stream16(array: Array, offset: Any) -> Words:
     return load16(array, offset)
 
 
-def store16(array: Array, offset: int, words: Words) -> None:
+def store16(array: Array, offset: Any, words: Words) -> None:
     _memory(array, offset)[:] = [int(word) for word in words]
 
 
-def element_at(array: Array, offset: int) -> Any:
+def element_at(array: Array, offset: Any) -> Any:
     if not 0 <= offset < array.size:
         raise IndexError(f"element {offset} is not within an array of shape {array.shape}")
     return array.reshape(-1)[offset]
@@ -124,19 +124,19 @@ def _mma(operation: str, floats: Callable[[np.ndarray], np.ndarray], c: Words, a
     return tuple(np.float32(x) for x in np.array(c, np.float32) + own)
 
 
-def load_matrices(array: Array, offset: int) -> Words:
+def load_matrices(array: Array, offset: Any) -> Words:
     matrices = _matrices("load_matrices", array, offset)
     group, pair = divmod(getcurrent().lane, 4)
     return tuple(m[group, 2 * pair : 2 * pair + 2].copy().view(np.uint32)[0] for m in matrices)
 
 
-def load_matrices_transposed(array: Array, offset: int) -> Words:
+def load_matrices_transposed(array: Array, offset: Any) -> Words:
     matrices = _matrices("load_matrices_transposed", array, offset)
     group, pair = divmod(getcurrent().lane, 4)
     return tuple(m[2 * pair : 2 * pair + 2, group].copy().view(np.uint32)[0] for m in matrices)
 
 
-def _matrices(operation: str, array: Array, offset: int) -> np.ndarray:
+def _matrices(operation: str, array: Array, offset: Any) -> np.ndarray:
     """Four matrices [4, 8, 8] of 16-bit elements, of which each lane brings a row."""
     rows = meet_in_warp(operation, ALL_LANES, load16(array, offset), depth=3)
     return np.array([rows[lane] for lane in range(WARP)], np.uint32).view(np.uint16).reshape(4, 8, 8)

@@ -23,6 +23,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 int32: Any = int if SIMULATED else np.int32
 uint32: Any = int if SIMULATED else np.uint32
 WARP = 32
+HALF_OF_WARPS = 32  #: that a multiprocessor can hold: as many as kernels which wait for memory want there
 #: Threads of a block where a kernel has no reason to choose: every simulated thread costs, and one warp shows as much.
 THREADS = WARP if SIMULATED else 256
 

@@ -31,6 +31,7 @@ Array = Any
 TILE = 16  #: rows of a tile
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  #: which of eight codes is where in a word, from its low bits on
 STEP = 2 * GROUP_SIZE  #: inputs of a step, to which rows are padded
+MOST_WORDS = 2**31 - 1  #: of codes: kernels count them in 32 bits
 
 
 def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
@@ -42,6 +43,8 @@ def empty_weight(shape: tuple[int, int], kind: str, xp: Any) -> PackedWeight:
     if kind not in WEIGHT_KINDS:
         raise ValueError(f"kind {kind!r} is not a weight kind; allowed: {', '.join(WEIGHT_KINDS)}")
     words = [256 // _groups_together(kind), *[16] * (2 if kind == "int4" else 1)]
+    if tiles * steps * words[0] > MOST_WORDS:
+        raise ValueError(f"shape {shape} is too large for {kind}: at most {MOST_WORDS:,} words of 4 bytes are allowed")
     return PackedWeight(kind, shape, tuple(xp.zeros((tiles, steps * count), np.uint32) for count in words))
 
 

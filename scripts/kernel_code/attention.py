@@ -50,4 +50,5 @@ def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool
         tensor_cores=wide and kind != "float32",
         launch=launch,
         fills_gpu=launch is not None,
+        least_occupancy=0.25 if kind == "float32" or shape.whole or not wide else 0.5,  # they take more registers
     )

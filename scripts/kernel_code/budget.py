@@ -9,7 +9,6 @@ from .compiler import Capability, KernelCode
 from .specimens import Specimen
 
 MULTIPROCESSORS = 132  #: of an H100 or H200
-LEAST_OCCUPANCY = 0.25
 WARP, REGISTERS, MAX_WARPS, MAX_BLOCKS = 32, 65536, 64, 32  #: of a multiprocessor, both generations
 REGISTER_UNIT = 256  #: registers of a warp are given in multiples of it
 RESERVED_SHARED = 1024  #: bytes of shared memory that the system takes of each block
@@ -48,7 +47,7 @@ class Measured(NamedTuple):
             yield "no tensor-core instruction"
         if code.shared_bytes > MAX_STATIC_SHARED:
             yield f"{code.shared_bytes:,} bytes of shared memory; allowed: at most {MAX_STATIC_SHARED:,}"
-        if self.occupancy < LEAST_OCCUPANCY:
-            yield f"occupancy {self.occupancy:.0%}; wanted: at least {LEAST_OCCUPANCY:.0%}"
+        if self.occupancy < specimen.least_occupancy:
+            yield f"occupancy {self.occupancy:.0%}; wanted: at least {specimen.least_occupancy:.0%}"
         if specimen.fills_gpu and (specimen.launch is None or specimen.launch.blocks < MULTIPROCESSORS):
             yield f"its launch has fewer blocks than {MULTIPROCESSORS} multiprocessors"

@@ -7,7 +7,7 @@ from typing import Any
 
 from minipage.kernels.cuda import linear_blas, linear_few, linear_float32, linear_many
 from minipage.kernels.cuda.embedding import embed_kernels
-from minipage.kernels.cuda.linear_parts import num_splits
+from minipage.kernels.cuda.linear_parts import SPLITS, num_splits
 from minipage.kernels.cuda.target import THREADS, WARP, blocks_for
 from minipage.kernels.cuda.weights import TILE
 
@@ -36,15 +36,14 @@ def launch_of(tokens: int, shape: tuple[int, int], kind: str, blocks: int) -> La
 
 
 def specimens() -> Iterator[Specimen]:
-    """Each kernel for each kind of weights; of some kinds, more than one of the sizes, and both accesses to x."""
-    for kind, by_tokens in linear_many.many_kernels.items():
-        yield _few(kind, 8, "wide")
-        yield _many(kind, max(by_tokens), "wide")
-    yield _few("bfloat16", 1, "wide")
-    yield _few("bfloat16", 4, "wide")
-    yield _many("bfloat16", 4, "wide")
-    yield _few("int4", 16, "plain")
-    yield _many("int4", 5, "plain")
+    """Each kernel for each kind of weights and by both accesses to x; of those for few tokens, not each number of parts."""
+    for kind, by_access in linear_many.many_kernels.items():
+        for access, by_tokens in by_access.items():
+            yield _few(kind, 8, access)
+            for log_tokens in by_tokens:
+                yield _many(kind, log_tokens, access)
+    for splits in (1, 4, 16):
+        yield _few("bfloat16", splits, "wide")
     yield Specimen("merge_parts", linear_many.merge_parts_kernel, (ROWS, VECTOR, I64, F32, VECTOR, I64), THREADS)
     for access in ("wide", "plain"):
         yield from _others(access)
@@ -56,7 +55,8 @@ def _few(kind: str, splits: int, access: str) -> Specimen:
     shape = next((shape for shape in SHAPES if num_splits(shape) == splits), None)
     launch = shape and launch_of(1, shape, kind, blocks_for(shape[0], TILE))
     kernel, name = linear_few.few_kernels[kind][splits][access], f"linear {kind} few, {splits} parts {access}"
-    return Specimen(name, kernel, signature, splits * WARP, wide_loads=True, tensor_cores=True, launch=launch)
+    fills_gpu = splits < SPLITS[-1]  # only layers of few outputs are cut into the most parts
+    return Specimen(name, kernel, signature, splits * WARP, True, True, launch, fills_gpu)
 
 
 def _many(kind: str, log_tokens: int, access: str) -> Specimen:
@@ -65,18 +65,19 @@ def _many(kind: str, log_tokens: int, access: str) -> Specimen:
     tokens, shape = 1 << log_tokens, SHAPES[0]
     blocks = blocks_for(shape[0], TILE * linear_many.WARPS) * num_splits(shape)
     launch = launch_of(tokens, shape, kind, blocks)
-    kernel, name = linear_many.many_kernels[kind][log_tokens][access], f"linear {kind} {tokens} at once {access}"
+    kernel, name = linear_many.many_kernels[kind][access][log_tokens], f"linear {kind} {tokens} at once {access}"
     return Specimen(name, kernel, signature, threads, True, True, launch, fills_gpu=True)
 
 
 def _others(access: str) -> Iterator[Specimen]:
     """float32, what is around cuBLAS, and the embedding; with plain access, of one kind."""
     is_wide = access == "wide"
-    for log_tokens in (0, linear_float32.MOST_LOG_TOKENS) if is_wide else (linear_float32.MOST_LOG_TOKENS,):
+    most = linear_float32.MOST_LOG_TOKENS[access]
+    for log_tokens in (0, most) if is_wide else (most,):
         tokens, shape = 1 << log_tokens, SHAPES[0]
         signature, threads = (ROWS, ROWS, ROWS, VECTOR, I64), linear_float32.WARPS * WARP
         launch = launch_of(tokens, shape, "float32", blocks_for(shape[0], linear_float32.ROWS))
-        kernel, name = linear_float32.float32_kernels[log_tokens][access], f"linear float32 {tokens} at once {access}"
+        kernel, name = linear_float32.float32_kernels[access][log_tokens], f"linear float32 {tokens} at once {access}"
         yield Specimen(name, kernel, signature, threads, True, launch=launch, fills_gpu=True)
     yield Specimen(f"add_bias {access}", linear_blas.add_bias_kernels[access], (ROWS, ROWS), THREADS, is_wide)
     for kind in linear_blas.narrow_kernels if is_wide else ("float16",):

@@ -32,6 +32,7 @@ class Specimen(NamedTuple):
     tensor_cores: bool = False  #: must multiply on tensor cores
     launch: Launch | None = None
     fills_gpu: bool = False  #: its launch must have a block for each multiprocessor
+    least_occupancy: float = 0.5  #: warps that a multiprocessor must hold, as a fraction of those that it can
 
 
 def array(dtype: Any, ndim: int, layout: str = "C") -> Any:

@@ -104,6 +104,13 @@ def test_many_tokens_take_little_scratch_memory(monkeypatch: pytest.MonkeyPatch)
     assert asked == [num_splits((3, 256)) * tokens * 3 for tokens in (linear_many.SLAB, 1)]
 
 
+@pytest.mark.parametrize(("kind", "inputs"), [("int8", 2**14), ("int4", 2**15), ("int4_symmetric", 2**15)])
+def test_codes_that_32_bits_cannot_count_are_refused(kind: str, inputs: int) -> None:
+    """Before any memory is taken: the kernels would read others."""
+    with pytest.raises(ValueError, match=rf"too large for {kind}: at most 2,147,483,647 words"):
+        CUDA.device.ops.empty_weight((2**19, inputs), kind, None)
+
+
 @pytest.mark.skipif(not SIMULATED, reason="the GPU's scratch memory has any content")
 def test_scratch_memory_is_dirty() -> None:
     """What a kernel did not write there before it reads shows."""

@@ -46,9 +46,9 @@ def _tiles(on_tensor_cores: bool, wide_pages: bool, shape: Shape) -> int:
     """Tiles that a multiprocessor is to hold at once: 8 are half of its warps, and fewer where that takes more registers."""
     if on_tensor_cores:
         return 6 if shape.whole and (shape.has_sinks or shape.head_dim > 128) else 8
-    if wide_pages and not shape.whole:
-        return 6 if shape.has_sinks else 8
-    return 4
+    if shape.whole:
+        return 6 if wide_pages and not shape.has_sinks else 4
+    return 6 if shape.has_sinks else 8
 
 
 def _query_loader(head_dim: int, wide: bool) -> Any:

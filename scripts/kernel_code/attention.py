@@ -33,13 +33,16 @@ def specimens() -> Iterator[Specimen]:
             yield _attention(kind, Shape(head_dim, 16, has_sinks=False, whole=True))
         yield _attention(kind, Shape(128, 16, has_sinks=True, whole=False))
         yield _attention(kind, Shape(128, 16, has_sinks=True, whole=True))
-    yield _attention("float16", Shape(33, 16, has_sinks=False, whole=False), wide=False)
+    for has_sinks in (False, True):
+        yield _attention("float16", Shape(33, 16, has_sinks=has_sinks, whole=False), wide=False)
     numbers = I64, I64, I64
     yield Specimen("paged_attention merge", merge_kernel, (array(F32, 3), VECTOR, IDS, IDS, *numbers), 128)
 
 
 def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool = True) -> Specimen:
     pages = array(FLOATS[kind], 1)
+    rare = kind == "float32" or shape.has_sinks or shape.head_dim > 128
+    needs_registers = rare and (shape.whole or (shape.has_sinks and (kind == "float32" or not wide)))
     arguments = array(F32, 3), VECTOR, HEADS, HEADS, pages, pages, array(I32, 2, "A"), IDS, IDS, F32, F32, I64, I64, I64
     return Specimen(
         f"paged_attention {kind} {shape.head_dim}{' sinks' * shape.has_sinks}{' whole' * shape.whole}",
@@ -50,5 +53,5 @@ def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool
         tensor_cores=wide and kind != "float32",
         launch=launch,
         fills_gpu=launch is not None,
-        least_occupancy=0.25 if kind == "float32" or shape.whole or not wide else 0.5,  # they take more registers
+        least_occupancy=0.25 if needs_registers else 0.5,
     )

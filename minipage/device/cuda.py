@@ -72,8 +72,10 @@ class CudaDevice(PaddedDevice):
 
     def empty_host(self, shape: Sequence[int], dtype: Any) -> Array:
         """Pinned host memory as an array that kernels reach over the bus."""
-        cuda = self.xp.cuda
         size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size == 0:
+            return self.empty(shape, dtype)  # CuPy cannot tell the device of memory that is nowhere
+        cuda = self.xp.cuda
         pinned = cuda.alloc_pinned_memory(size)
         memory = cuda.UnownedMemory(pinned.ptr, size, pinned)
         return self.xp.ndarray(tuple(shape), dtype, cuda.MemoryPointer(memory, 0))

@@ -222,7 +222,12 @@ class Runner:
             self._device.ops.sample(self._token_ids[:num_rows], logits, records)
 
     def _record_next(self, shape: StepShape) -> Callable[[], None]:
-        return self._device.record(functools.partial(self._compute_next, shape))
+        # A device may run the ops when it records them. They replace the tokens that they begin with, so these are put back.
+        token_ids = self._token_ids[: shape.num_tokens]
+        drawn = token_ids.copy()
+        run = self._device.record(functools.partial(self._compute_next, shape))
+        token_ids[...] = drawn
+        return run
 
     def _compute_next(self, shape: StepShape) -> None:
         """From drawn tokens to drawn tokens."""

@@ -262,6 +262,12 @@ def test_an_error_while_recording_ends_the_capture() -> None:
     assert device._stream.calls[-1] == "end"
 
 
+def test_a_pool_on_the_host_may_be_empty() -> None:
+    """CuPy finds no device for memory of no bytes, which is nowhere: nothing is pinned for it."""
+    device = unopened_device(np)
+    assert device.empty_host((2, 0, 3), np.float16).shape == (2, 0, 3)
+
+
 def fake_memory(free: int, total: int) -> Any:
     """CuPy on a GPU with so much memory."""
     runtime = SimpleNamespace(memGetInfo=lambda: (free, total))

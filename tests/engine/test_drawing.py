@@ -12,6 +12,7 @@ from helpers import models
 from helpers.checks import assert_idle_and_whole, greedy_params, run_to_end
 
 from minipage import LLM, BeamSearchParams, SamplingParams
+from minipage.device.cpu import ReferenceDevice
 from minipage.engine.runner import Runner
 from minipage.engine.step import Step
 
@@ -94,6 +95,22 @@ def test_a_mixed_crowd_gets_what_the_host_draws(history: Callable[[int], Path], 
     with open_llm(history(SEED), "reference", **options) as llm:
         assert serve(llm, crowd) == expected
         assert serve(llm, crowd[::-1]) == serve_alone(llm, crowd[::-1])
+
+
+def test_ops_that_run_when_they_are_recorded_change_no_token(
+    history: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU runs ops once before it captures them, and then again: a step from drawn tokens must begin with the same ones."""
+    with open_llm(history(SEED), "reference") as llm:
+        expected = serve(llm, PLAIN)
+
+    def record(device: ReferenceDevice, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return function
+
+    monkeypatch.setattr(ReferenceDevice, "record", record)
+    with open_llm(history(SEED), "reference") as llm:
+        assert serve(llm, PLAIN) == expected
 
 
 def serve_alone(llm: LLM, all_params: list[Any]) -> list[Any]:

@@ -20,8 +20,8 @@ Array = Any
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1 / math.log(2)
-ENOUGH_BLOCKS = 1024  #: that fill a GPU, so that blocks may take all parts of their rows
-MOST_SCRATCH = 1 << 26  #: floats
+ENOUGH_BLOCKS = 1024  #: that fill a GPU, so that one may take two tiles of rows
+MOST_SCRATCH = 1 << 26  #: floats that parts are kept in; of how many tokens at a time, follows from it
 MOST_ROWS = (1 << 31) - 1  #: of pages: tokens x kv heads, which kernels count in 32 bits
 
 #: By kind of pages, whether pages and queries can be read 16 bytes at a time, and shape: those that were needed so far.
@@ -33,22 +33,12 @@ def kernel_for(kind: str, wide_pages: bool, wide_queries: bool, shape: Shape) ->
     key = kind, wide_pages, wide_queries, shape
     if key not in kernels:
         load_query = _query_loader(shape.head_dim, wide_queries)
-        on_tensor_cores = kind != "float32" and wide_pages
-        if on_tensor_cores:
+        if kind != "float32" and wide_pages:
             arithmetic = attention_tensor.arithmetic(kind, shape.head_dim, load_query)
         else:
             arithmetic = attention_scalar.arithmetic(shape.head_dim, wide_pages, load_query)
-        kernels[key] = part_kernel(arithmetic, shape, _tiles(on_tensor_cores, wide_pages, shape))
+        kernels[key] = part_kernel(arithmetic, shape)
     return kernels[key]
-
-
-def _tiles(on_tensor_cores: bool, wide_pages: bool, shape: Shape) -> int:
-    """Tiles that a multiprocessor is to hold at once: 8 are half of its warps, and fewer where that takes more registers."""
-    if on_tensor_cores:
-        return 6 if shape.whole and (shape.has_sinks or shape.head_dim > 128) else 8
-    if shape.whole:
-        return 6 if wide_pages and not shape.has_sinks else 4
-    return 6 if shape.has_sinks else 8
 
 
 def _query_loader(head_dim: int, wide: bool) -> Any:
@@ -98,24 +88,35 @@ def paged_attention(
     wide_pages = head_dim * keys.itemsize % 16 == 0 and not (address(keys) % 16 or address(values) % 16)
     wide_queries = have_wide_heads(q, sink_q)
 
-    # Blocks of queries by rows, as sequence_of_tile deals them out; with enough of them, none needs to be split into parts.
-    num_sequences, num_parts = len(query_start) - 1, blocks_for(block_tables.shape[1] * block_size, PART)
-    rows = num_tokens * num_heads // num_kv_heads
-    size = num_tokens * num_heads * num_parts * (padded_dim(head_dim) + 2)
-    many = num_tokens >= 4 * num_sequences and rows // (2 * TILE_ROWS) * num_kv_heads >= ENOUGH_BLOCKS
-    shape = Shape(head_dim, block_size, num_sinks > 0, many or size > MOST_SCRATCH)
-    grid = rows // (shape.row_tiles * TILE_ROWS) + num_sequences, num_kv_heads, 1 if shape.whole else num_parts
-    partial = scratch("attention", 1 if shape.whole else size)
+    sink_parts, table_parts = blocks_for(int(num_sinks), PART), blocks_for(block_tables.shape[1] * block_size, PART)
+    group, num_sequences, num_parts = num_heads // num_kv_heads, len(query_start) - 1, sink_parts + table_parts
+    row_tiles = _row_tiles(head_dim, num_tokens * group, num_sequences, num_kv_heads * num_parts)
+    block_rows = row_tiles * TILE_ROWS
+    token_size = num_heads * num_parts * (padded_dim(head_dim) + 2)
+    most_tokens = max(min(MOST_SCRATCH // token_size, num_tokens), 1)
+    partial = scratch("attention", most_tokens * token_size)
 
     # Scores are exponents of 2, and those of a cap are divided by it first.
     numbers = np.float32(scale / soft_cap if soft_cap else scale * LOG2_E), np.float32(soft_cap * LOG2_E)
-    sight, lengths = (int(window), int(num_sinks), num_parts), (context_lens, query_start)
-    kernel = kernel_for(float_kind(keys), wide_pages, wide_queries, shape)
-    arguments = out, partial, q, sink_q, keys, values, block_tables, *lengths, *numbers, *sight
-    launch(kernel, grid, shape.row_tiles * WARPS * WARP, *arguments)
-    if not shape.whole:
+    sight, lengths = (int(window), int(num_sinks)), (context_lens, query_start)
+    kernel = kernel_for(float_kind(keys), wide_pages, wide_queries, Shape(head_dim, block_size, row_tiles))
+    for first in range(0, num_tokens, most_tokens):
+        last = min(first + most_tokens, num_tokens)
+        # All blocks in which these tokens may have rows, as sequence_of_tile deals them out.
+        first_block = first * group // block_rows
+        grid = (last * group - 1) // block_rows - first_block + num_sequences, num_kv_heads, num_parts
+        arguments = partial, q, sink_q, keys, values, block_tables, *lengths, *numbers, *sight, first_block, first, last
+        launch(kernel, grid, row_tiles * WARPS * WARP, *arguments)
         threads = blocks_for(head_dim, WARP) * WARP
-        launch(merge_kernel, (num_tokens, num_heads), threads, out, partial, *lengths, *sight)
+        launch(merge_kernel, (last - first, num_heads), threads, out, partial, *lengths, *sight, num_parts, first)
+
+
+def _row_tiles(head_dim: int, num_rows: int, num_sequences: int, blocks_per_tile: int) -> int:
+    """Two where shared memory allows it, sequences have enough rows for both, and blocks are still enough."""
+    is_worth_it = (
+        num_rows > TILE_ROWS * num_sequences and num_rows // (2 * TILE_ROWS) * blocks_per_tile >= ENOUGH_BLOCKS
+    )
+    return 2 if head_dim <= 128 and is_worth_it else 1
 
 
 def _flat(pages: Array) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy import float32
 
-from .attention_tile import NOTHING, PART, finite_base, merged
+from .attention_tile import NOTHING, PART, finite_base, merged, parts_of
 from .intrinsics import exp2
 from .target import cuda, kernel, pure_function
 
@@ -37,25 +37,28 @@ def merge_kernel(
     window: Any,
     num_sinks: Any,
     num_parts: Any,
+    first_token: Any,
 ) -> None:
-    # A thread a dim, a block a head of a token.
+    # A thread a dim, a block a head of a token, from the first one on of which there are parts.
     sums, largests = cuda.local.array(AHEAD, float32), cuda.local.array(AHEAD, float32)
     weight_sums = cuda.local.array(AHEAD, float32)
-    token, head, dim = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
-    num_tokens, num_heads, head_dim = out.shape
+    head, dim = cuda.blockIdx.y, cuda.threadIdx.x
+    token, num_tokens = cuda.blockIdx.x + first_token, cuda.gridDim.x
+    _, num_heads, head_dim = out.shape
     if token >= query_start[query_start.shape[0] - 1]:
         return  # padding: no sequence owns it
     sequence = sequence_of(token, query_start)
     stop = context_lens[sequence] - (query_start[sequence + 1] - 1 - token)
-    start = max(stop - window, 0) if window > 0 else 0
-    sink_parts = (min(num_sinks, stop) + PART - 1) // PART
-    padded = (head_dim + 3) // 4 * 4
-    first_index = (token * num_heads + head) * num_parts
+    start = max(stop - window, num_sinks) if window > 0 else num_sinks
+    sink_parts, padded = parts_of(num_sinks), (head_dim + 3) // 4 * 4
+    first_index = (cuda.blockIdx.x * num_heads + head) * num_parts
     statistics = num_tokens * num_heads * num_parts * padded + 2 * first_index
     total, total_sum, total_largest = float32(0), float32(0), NOTHING
-    # The parts with sinks, and those with other tokens that this query sees.
+    # The parts of sinks that this query sees, and those of other tokens.
     for span in range(2):
-        first, last = (0, sink_parts) if span == 0 else (max(start // PART, sink_parts), (stop + PART - 1) // PART)
+        first, last = 0, parts_of(min(num_sinks, stop))
+        if span == 1:
+            first, last = sink_parts + start // PART, sink_parts + (parts_of(stop) if start < stop else 0)
         for base in range(first, last, AHEAD):
             for i in range(AHEAD):
                 part = min(base + i, last - 1)
@@ -70,4 +73,4 @@ def merge_kernel(
                     total_sum = merged(total_sum, old, weight_sums[i], new)
                     total = merged(total, old, sums[i], new)
     if dim < head_dim:
-        out[token, head, dim] = (total + float32(0)) / total_sum  # never -0 / x: see ``fold``
+        out[token, head, dim] = total / total_sum

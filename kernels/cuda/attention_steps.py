@@ -6,24 +6,11 @@ from typing import Any, NamedTuple
 
 from numpy import float32
 
-from .attention_tile import (
-    NOTHING,
-    PART,
-    STEP,
-    SUMS,
-    WARP_STEPS,
-    WARPS,
-    Arithmetic,
-    capped,
-    finite_base,
-    merged,
-)
+from .attention_tile import NOTHING, PART, STEP, WARP_STEPS, WARPS, Arithmetic, capped
 from .intrinsics import exp2, float_bits, hidden, multiply, store16
-from .target import WARP, cuda, device_function, divide, int32, pure_function, uint32
+from .target import cuda, device_function, divide, int32, pure_function, uint32
 
 Array = Any
-
-TOTALS = SUMS + 4  #: of a lane, over parts: its sums, and of both rows the sum of weights and the largest score
 
 
 class Steps(NamedTuple):
@@ -35,14 +22,6 @@ class Steps(NamedTuple):
 
 
 @pure_function
-def seen_span(first: Any, sink_stop: Any, start: Any, stop: Any) -> Any:
-    """Where in the part that begins at ``first`` the tokens lie that are seen: from one to another, none if not below it."""
-    low = 0 if first < sink_stop else max(start - first, 0)
-    high = (stop if start < first + PART else sink_stop) - first
-    return int32(low), int32(min(high, PART))
-
-
-@pure_function
 def steps_of(warp: Any, low: Any, high: Any) -> Any:
     """The warp's steps, from one to another, that have any of the tokens low .. high of a part."""
     return int32(max(low >> 4, WARP_STEPS * warp)), int32(min((high + STEP - 1) >> 4, WARP_STEPS * (warp + 1)))
@@ -50,17 +29,22 @@ def steps_of(warp: Any, low: Any, high: Any) -> Any:
 
 @device_function
 def locate_tokens(
-    rows: Array, first: Any, sight: Any, block_tables: Array, block_size: Any, kv_head: Any, kv_heads: Any
+    rows: Array,
+    first: Any,
+    start: Any,
+    stop: Any,
+    block_tables: Array,
+    sequence: Any,
+    block_size: Any,
+    kv_head: Any,
+    kv_heads: Any,
 ) -> None:
     """Where the tokens of a part lie, as rows of the pages.
 
     In place of a token that no query of the block sees, another that is seen: it will get no weight.
     """
-    sequence, sink_stop, start, stop = sight
     for i in range(int32(cuda.threadIdx.x), int32(PART), int32(cuda.blockDim.x)):
-        position = int32(first + i)
-        if position >= sink_stop:
-            position = int32(min(max(position, start), stop - 1))
+        position = int32(min(max(first + i, start), stop - 1))
         entry = divide(position, block_size)
         block = block_tables[sequence, entry]
         rows[i] = (block * kv_heads + kv_head) * block_size + position - entry * block_size
@@ -76,22 +60,6 @@ def store_dims(array: Array, offset: Any, size: Any, sums: Array, which: Any) ->
             store16(array, offset + 4 * half, four)
 
 
-@pure_function
-def fold(total: Array, place: Any, sums: Array, which: Any, largest: Any, weight_sum: Any) -> None:
-    """A part of row ``which`` of the lane's two, added to those before it."""
-    # A part of which the row sees nothing is left out, and merging one may make 0 of -0: the end takes that for 0 too.
-    if weight_sum != float32(0):
-        place_of_sum, place_of_largest = place + (SUMS + which) * WARP, place + (SUMS + 2 + which) * WARP
-        new_largest = max(total[place_of_largest], largest)
-        base = finite_base(new_largest)
-        old, new = exp2(total[place_of_largest] - base), exp2(largest - base)
-        total[place_of_largest] = new_largest
-        total[place_of_sum] = merged(total[place_of_sum], old, weight_sum, new)
-        for k in range(8):
-            i = place + (2 * k + which) * WARP
-            total[i] = merged(total[i], old, sums[2 * k + which], new)
-
-
 def make_steps(arithmetic: Arithmetic, units: int) -> Steps:
     """The steps for one arithmetic, where a tile has so many units of dims."""
     score, put, get, keep = arithmetic.score, arithmetic.put, arithmetic.get, arithmetic.keep
@@ -105,26 +73,27 @@ def make_steps(arithmetic: Arithmetic, units: int) -> Steps:
         keys: Array,
         rows: Array,
         steps: Any,
-        span: Any,
+        row_start: Array,
+        row_stop: Array,
+        row: Any,
         scale: Any,
         cap: Any,
         lane: Any,
     ) -> Any:
-        """The scores of the lane's row with those tokens of some steps that it sees, and the largest of them."""
-        low, high = span
+        """The scores of the lane's ``row`` with those tokens of some steps that it sees, and the largest of them."""
         largest = NOTHING
         for step in range(steps[0], steps[1]):
             key = uint32(step * STEP + (lane >> 2))
-            old_a, old_b, old_c, old_d = get(shared, weights, step, lane)
             a, b, c, d = score(shared, query, weights, step, keys, rows[key], rows[uint32(key + 8)], lane)
             a, b, c, d = multiply(a, scale), multiply(b, scale), multiply(c, scale), multiply(d, scale)
             if cap > float32(0):
                 a, b, c, d = capped(a, cap), capped(b, cap), capped(c, cap), capped(d, cap)
             i = int32(step * STEP + 2 * (lane & 3))
-            a = a if low <= i and i < high else old_a
-            b = b if low <= i + 1 and i + 1 < high else old_b
-            c = c if low <= i + 8 and i + 8 < high else old_c
-            d = d if low <= i + 9 and i + 9 < high else old_d
+            low, high = row_start[row], row_stop[row]  # here, to keep them out of registers
+            a = a if low <= i and i < high else NOTHING
+            b = b if low <= i + 1 and i + 1 < high else NOTHING
+            c = c if low <= i + 8 and i + 8 < high else NOTHING
+            d = d if low <= i + 9 and i + 9 < high else NOTHING
             put(shared, weights, step, (a, b, c, d), lane)
             largest = max(largest, max(max(a, b), max(c, d)))
         return largest

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from numpy import float32
 
 from .intrinsics import multiply, multiply_add
-from .target import cuda, device_function, int32, pure_function
+from .target import cuda, device_function, divide, int32, pure_function
 
 Array = Any
 
@@ -68,18 +68,18 @@ class Shape(NamedTuple):
 
     head_dim: int
     block_size: int
-    has_sinks: bool
-    whole: bool  #: a block computes all parts of its rows, and the output; else one part, to be merged
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of a block: two share what they read, where shared memory allows it and there are enough rows."""
-        return 2 if self.whole and self.head_dim <= 128 else 1
+    row_tiles: int  #: tiles of a block: 1, or 2 that share what they read
 
 
 def padded_dim(head_dim: int) -> int:
     """Floats that a row of a part's sums takes in the scratch: a multiple of 16 bytes."""
     return -(-head_dim // 4) * 4
+
+
+@pure_function
+def parts_of(num_tokens: Any) -> Any:
+    """Parts that hold so many tokens."""
+    return divide(num_tokens + PART - 1, PART)
 
 
 @device_function

@@ -29,23 +29,21 @@ def specimens() -> Iterator[Specimen]:
         for head_dim in (64, 128, 256) if kind == "float16" else (128,):
             num_bytes = 2 * 8192 * 8 * head_dim * dtype.bitwidth // 8
             launch = Launch(f"1 sequence of 8,192 tokens, 32 heads of {head_dim}", 8 * 8192 // PART, num_bytes)
-            yield _attention(kind, Shape(head_dim, 16, has_sinks=False, whole=False), launch)
-            yield _attention(kind, Shape(head_dim, 16, has_sinks=False, whole=True))
-        yield _attention(kind, Shape(128, 16, has_sinks=True, whole=False))
-        yield _attention(kind, Shape(128, 16, has_sinks=True, whole=True))
-    for has_sinks in (False, True):
-        yield _attention("float16", Shape(33, 16, has_sinks=has_sinks, whole=False), wide=False)
-    numbers = I64, I64, I64
+            yield _attention(kind, Shape(head_dim, 16, row_tiles=1), launch)
+        yield _attention(kind, Shape(128, 16, row_tiles=2))
+    yield _attention("float16", Shape(33, 16, row_tiles=1), wide=False)
+    yield _attention("float16", Shape(33, 16, row_tiles=2), wide=False)
+    yield _attention("float32", Shape(256, 16, row_tiles=1))
+    numbers = I64, I64, I64, I64
     yield Specimen("paged_attention merge", merge_kernel, (array(F32, 3), VECTOR, IDS, IDS, *numbers), 128)
 
 
 def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool = True) -> Specimen:
     pages = array(FLOATS[kind], 1)
-    rare = kind == "float32" or shape.has_sinks or shape.head_dim > 128
-    needs_registers = rare and (shape.whole or (shape.has_sinks and (kind == "float32" or not wide)))
-    arguments = array(F32, 3), VECTOR, HEADS, HEADS, pages, pages, array(I32, 2, "A"), IDS, IDS, F32, F32, I64, I64, I64
+    numbers = F32, F32, I64, I64, I64, I64, I64
+    arguments = VECTOR, HEADS, HEADS, pages, pages, array(I32, 2, "A"), IDS, IDS, *numbers
     return Specimen(
-        f"paged_attention {kind} {shape.head_dim}{' sinks' * shape.has_sinks}{' whole' * shape.whole}",
+        f"paged_attention {kind} {shape.head_dim} x {shape.row_tiles}",
         kernel_for(kind, wide, wide, shape),
         arguments,
         shape.row_tiles * WARPS * 32,
@@ -53,5 +51,4 @@ def _attention(kind: str, shape: Shape, launch: Launch | None = None, wide: bool
         tensor_cores=wide and kind != "float32",
         launch=launch,
         fills_gpu=launch is not None,
-        least_occupancy=0.25 if needs_registers else 0.5,
     )

@@ -1,4 +1,4 @@
-"""What is the CUDA kernels' own in paged_attention: parts, blocks that compute all of them, and the kernels' variants."""
+"""What is the CUDA kernels' own in paged_attention: parts, tiles, tokens taken at once, and the kernels' variants."""
 
 from __future__ import annotations
 
@@ -30,39 +30,47 @@ each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 
 
 @each_problem
-def test_blocks_that_compute_all_parts(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
-    """A launch whose blocks go through all parts of their rows gives the bits of one with a block a part, and a merge."""
-    in_parts = problem.attend(CUDA)
-    assert_close(in_parts, problem.attend(REFERENCE), 1e-5)
-    monkeypatch.setattr(attention, "MOST_SCRATCH", 0)
-    assert_same_bits(problem.attend(CUDA), in_parts)
+def test_tiles_and_tokens_taken_at_once(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    """Blocks of two tiles, and launches for some tokens each, give the bits of a tile a block and all tokens at once."""
+    sizes = []
+
+    def scratch(name: str, num_floats: int) -> Array:
+        sizes.append(num_floats)
+        return target.scratch(name, num_floats)
+
+    monkeypatch.setattr(attention, "scratch", scratch)
+    expected = problem.attend(CUDA)
+    assert_close(expected, problem.attend(REFERENCE), 1e-5)
+    monkeypatch.setattr(attention, "_row_tiles", lambda head_dim, *_: 2 if head_dim <= 128 else 1)
+    assert_same_bits(problem.attend(CUDA), expected)
+    for tokens in {1, sum(problem.queries) // 2}:
+        monkeypatch.setattr(attention, "MOST_SCRATCH", sizes[0] * tokens // sum(problem.queries))
+        assert_same_bits(problem.attend(CUDA), expected)
+        assert sizes[-1] == attention.MOST_SCRATCH < sizes[0]
 
 
 @pytest.mark.skipif(not target.SIMULATED, reason="a GPU has its own order")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("problem", PROBLEMS[::2], ids=str)
 def test_order_of_threads(monkeypatch: pytest.MonkeyPatch, problem: Problem, seed: int) -> None:
-    """Threads in another order compute the same bits, in parts and as a whole: no barrier is missing."""
+    """Threads in another order compute the same bits, with one tile a block and with two: no barrier is missing."""
     expected = problem.attend(CUDA)
     monkeypatch.setenv("MINIPAGE_SIMULATOR_SEED", str(seed))
     assert_same_bits(problem.attend(CUDA), expected)
-    monkeypatch.setattr(attention, "MOST_SCRATCH", 0)
+    monkeypatch.setattr(attention, "ENOUGH_BLOCKS", 0)
     assert_same_bits(problem.attend(CUDA), expected)
 
 
-def test_prompts_that_fill_a_gpu_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With enough queries blocks go through all parts; with a query a sequence they never do."""
+def test_tiles_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two where sequences have more rows than one tile, and that leaves enough blocks to fill a GPU; else one."""
     monkeypatch.setattr(attention, "ENOUGH_BLOCKS", 2)
-    problem, chosen = Problem(4, 2, 8, 7, (9,), (4,), kind="float16"), []
-    for case in (problem, problem.part(0, 9, 3), replace(problem, contexts=(9,) * 4, queries=(1,) * 4)):
+    problem, chosen = Problem(4, 2, 8, 7, (9,), (8,), kind="float16"), []
+    some, decodes = replace(problem, queries=(7,)), replace(problem, contexts=(9,) * 8, queries=(1,) * 8)
+    for case in (problem, some, decodes, replace(problem, head_dim=136)):
         monkeypatch.setattr(attention, "kernels", {})
         case.attend(CUDA)
-        chosen += [key[-1].whole for key in attention.kernels]
-    assert chosen == [False, False, False]
-    monkeypatch.setattr(attention, "ENOUGH_BLOCKS", 1)
-    monkeypatch.setattr(attention, "kernels", {})
-    replace(problem, contexts=(9,), queries=(8,)).attend(CUDA)
-    assert [key[-1].whole for key in attention.kernels] == [True]
+        chosen += [key[-1].row_tiles for key in attention.kernels]
+    assert chosen == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("exponent", [-100, -20, 20, 60])

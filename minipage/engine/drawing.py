@@ -52,11 +52,11 @@ class Launched:
     ) -> None:
         """Compute the logits of the last step's rows, and draw on the device what it can draw: the first, in ``order``.
 
-        ``token_ids`` are those of ``part`` where all have been asked for already.
+        ``token_ids`` are those of ``part`` where the device has been asked for all of them already.
         """
         self._runner, self.part, self._asks = runner, part, asks
         self._on_device = [
-            runner.samples and not each.tracked.wants_logits and all(map(is_plain, of_each))
+            token_ids is not None or (runner.samples and not each.tracked.wants_logits and all(map(is_plain, of_each)))
             for each, of_each in zip(part, asks, strict=True)
         ]
         self._order = sorted(range(len(part)), key=lambda i: not self._on_device[i])
@@ -113,12 +113,13 @@ def launch_ahead(runner: Runner, scheduler: Scheduler, launched: Launched, step:
     if not (runner.runs_ahead and launched.is_whole and len(launched.part) == len(step.scheduled)):
         return None
     asks = [each.tracked.asks(each.item, unread=1) for each in launched.part]
-    if not all(is_plain(row) for of_each in asks for row in of_each):
+    rows = [row for of_each in asks for row in of_each]
+    if not all(map(is_plain, rows)):
         return None
     ahead = scheduler.schedule_ahead(step)
     if ahead is None:
         return None
-    token_ids = runner.execute_next(ahead, records([row for of_each in asks for row in of_each]))
+    token_ids = runner.execute_next(ahead, records(rows))
     part = [
         Wanted(each.tracked, item, range(row, row + 1))
         for row, (each, item) in enumerate(zip(launched.part, ahead.scheduled, strict=True))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from . import isa
 logger = logging.getLogger("minipage")
 
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
+_SUFFIXES = ".o", ".lock", ".tmp"  #: of all files in a folder of code
 _CHECKSUM_BYTES = 32
+_KEPT_UNUSED = 30 * 24 * 3600  #: seconds since its last use for which code of another state is kept
 _seconds = 0.0  #: that compiling has taken
 _announced: set[Path] = set()  #: files of kernels that are known to be needed
 _num_missing = 0  #: of these, how many were not there
@@ -42,7 +44,9 @@ def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:
     with _lock:
         path = _path(name, variant)
         code = _read(path)
-        if code is None:
+        if code is not None:
+            _note_use(path.parent)
+        else:
             with _one_process_at_a_time(path):
                 code = _read(path) or _compile(name, compile, path)  # another process may have compiled it meanwhile
         return _load(code)
@@ -66,16 +70,13 @@ def _path(name: str, variant: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where code of these sources for this machine is kept.
-
-    Below MINIPAGE_CACHE_DIR or, without that, below the user's cache folder.
-    """
+    """Where code of these sources for this machine is kept: in MINIPAGE_KERNEL_CACHE, else in the user's cache folder."""
     return _cache_root() / state()
 
 
 def _cache_root() -> Path:
-    if chosen := os.environ.get("MINIPAGE_CACHE_DIR"):
-        return Path(chosen) / "kernels"
+    if chosen := os.environ.get("MINIPAGE_KERNEL_CACHE"):
+        return Path(chosen).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(home) / "minipage" / "kernels"
 
@@ -137,12 +138,37 @@ def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
             file.write(_checksum(code) + code)
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("compiled code is not kept, since %s cannot be written (%s)", path.parent, error)
+    else:
+        _delete_unused(_cache_root())
     return code
+
+
+@cache
+def _note_use(folder: Path) -> None:
+    """Let the time of a folder's last change be that of its last use, for :func:`_delete_unused`."""
+    with suppress(OSError):
+        os.utime(folder)
+
+
+@cache
+def _delete_unused(root: Path) -> None:
+    """Delete the code of states that has served nobody for long, as far as it can be; once a process.
+
+    Other processes may do the same meanwhile, or need just what is deleted: they compile it anew.
+    """
+    oldest = time.time() - _KEPT_UNUSED
+    for folder in root.glob("[0-9a-f]" * 16):
+        with suppress(OSError):  # others delete it, too, or something in it is not ours
+            if folder.stat().st_mtime < oldest:
+                for file in folder.iterdir():
+                    if file.suffix in _SUFFIXES:
+                        file.unlink(missing_ok=True)
+                folder.rmdir()
 
 
 @contextmanager

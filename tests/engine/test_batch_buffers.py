@@ -44,6 +44,8 @@ class RemoteArray:
 class RemoteDevice:
     """A device with memory of its own, as far as a batch needs one."""
 
+    xp = np
+
     def __init__(self) -> None:
         self.sent: list[int] = []  #: bytes of each copy
         self._copy: Callable[[], None] = lambda: None

@@ -15,6 +15,7 @@ from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.device.cpu import ReferenceDevice
 from minipage.engine.runner import Runner
 from minipage.engine.step import Step
+from minipage.kernels import reference
 
 SEED = 10
 PROMPT = models.history_prompt(SEED, 9)
@@ -173,3 +174,38 @@ def test_a_row_without_a_token_is_read_to_say_why(tmp_path: Path, monkeypatch: p
     assert bad[0].stop_reason == bad[1].stop_reason
     assert "nan" in str(bad[0].stop_reason)
     assert said["cpu"]["good"].outputs[0].token_ids == said["reference"]["good"].outputs[0].token_ids
+
+
+def test_no_token_goes_ahead_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be drawn amid steps that go ahead, ops get only ids of the vocabulary, the request ends with an error,
+    and its mate goes on."""
+    tensors = models.history_tensors(SEED)
+    token_ids = greedy_alone(models.write_folder(tmp_path / "whole", models.HISTORY_CONFIG, tensors), PROMPT)
+    late = next(token for i, token in enumerate(token_ids) if 2 < i < 9 and token not in [*PROMPT, *token_ids[:i]])
+    tensors["model.embed_tokens.weight"][late] = np.nan
+    folder = models.write_folder(tmp_path / "broken", models.HISTORY_CONFIG, tensors)
+    mate = next(p for p in ([i, i + 1] for i in range(50)) if late not in p and late not in greedy_alone(folder, p))
+    embed, least = reference.embed, []
+
+    def noted(out: np.ndarray, weight: Any, ids: np.ndarray) -> None:
+        least.append(int(ids.min()))
+        embed(out, weight, ids)
+
+    monkeypatch.setattr(reference, "embed", noted)
+    with open_llm(folder, "reference") as llm:
+        llm.engine.add_request("bad", PROMPT, greedy_params(12))
+        llm.engine.add_request("good", mate, greedy_params(12))
+        done = run_to_end(llm)
+        assert_idle_and_whole(llm)
+    bad, good = done["bad"].outputs[0], done["good"].outputs[0]
+    assert list(bad.token_ids) == token_ids[: token_ids.index(late) + 1]
+    assert bad.finish_reason == "abort" and "one is nan or inf, or all are -inf" in str(bad.stop_reason)
+    assert list(good.token_ids) == greedy_alone(folder, mate)
+    assert min(least) >= 0
+
+
+def greedy_alone(folder: Path, prompt: list[int]) -> list[int]:
+    """What the host draws."""
+    with open_llm(folder, "cpu") as llm:
+        [output] = llm.generate([prompt], greedy_params(12), use_tqdm=False)
+    return list(output.outputs[0].token_ids)

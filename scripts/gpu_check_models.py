@@ -46,6 +46,10 @@ SHAPES: dict[str, dict] = {
 }
 
 
+#: Numbers of a tensor that differ, for more take long to draw; and a prime, so that no two rows are the same.
+DIFFERENT = 1_000_003
+
+
 def write_model(folder: Path, shape: dict) -> None:
     """A random model without a tokenizer, as a folder in Hugging Face layout, its tensors in float32 or bfloat16."""
     config = read_config(shape)
@@ -54,7 +58,10 @@ def write_model(folder: Path, shape: dict) -> None:
         for spec in parameter.tensors:
             values = np.ones(spec.shape, np.float32)
             if parameter.role == "linear":
-                values = normal(len(files), *spec.shape) * np.float32(2.3 / np.sqrt(spec.shape[1]))
+                few = normal(len(files), min(int(np.prod(spec.shape)), DIFFERENT)) * np.float32(
+                    2.3 / np.sqrt(spec.shape[1])
+                )
+                values = np.resize(few, spec.shape)
             files[spec.name] = values
     write_safetensors(folder / "model.safetensors", files, config.dtype)
     (folder / "config.json").write_text(json.dumps(shape))

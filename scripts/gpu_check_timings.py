@@ -37,7 +37,7 @@ def workloads() -> Iterator[tuple[str, Workload]]:
             yield label, partial(decode_attention, batch=batch, context=context)
     for kind in ("float32", "bfloat16", "int8", "int4"):
         for num_tokens in (1, 8, 64):
-            yield f"linear {kind} 8192x8192, {num_tokens} rows", partial(linear, kind=kind, num_tokens=num_tokens)
+            yield f"linear {kind} 16384x16384, {num_tokens} rows", partial(linear, kind=kind, num_tokens=num_tokens)
     for batch in (1, 64):
         for name, draw in DRAWS.items():
             yield f"sample {name}, {batch} x 128256", partial(sample, batch=batch, draw=draw)
@@ -67,8 +67,8 @@ def decode_attention(device: Device, batch: int, context: int) -> tuple[Callable
     return lambda: ops.paged_attention(out, q, key, value, *lengths, 0.1, 0, 0.0), int(key.nbytes + value.nbytes)
 
 
-def linear(device: Device, kind: str, num_tokens: int, size: int = 8192) -> tuple[Callable[[], None], int]:
-    """A square linear layer."""
+def linear(device: Device, kind: str, num_tokens: int, size: int = 16384) -> tuple[Callable[[], None], int]:
+    """A square linear layer, of more bytes than any cache holds."""
     weight = device.ops.empty_weight((size, size), kind, device.xp)
     x, out = (device.xp.ones((num_tokens, size), np.float32) for _ in range(2))
     return lambda: device.ops.linear(out, x, weight, None), weight.nbytes

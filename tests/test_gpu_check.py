@@ -43,15 +43,25 @@ def test_everything_is_right_in_the_simulator(tmp_path: Path) -> None:
         "tokens",
     ):
         assert op in names
-    assert f"{len(report['rows'])} passed, 0 failed" in result.stdout
-    assert "left out" not in result.stdout
+    assert f"{len(report['rows'])} passed, 0 failed, 0 left out" in result.stdout
 
 
 @pytest.fixture
-def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module."""
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the script does, as a module."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("gpu_check")
+    return importlib.import_module("gpu_check_steps")
+
+
+@pytest.fixture
+def workers(steps: Any) -> Any:
+    """Its processes, as a module."""
+    return importlib.import_module("gpu_check_workers")
+
+
+def wrong_ops(steps: Any, device: Device) -> list[str]:
+    """The names of the checks of ops that find something wrong."""
+    return [step.name for step in steps.op_steps(large=False) if not steps.guarded(step, device).ok]
 
 
 def broken_device(**ops: Any) -> Device:
@@ -74,25 +84,25 @@ def raise_instead(out: Any, x: Any, y: Any) -> None:
 
 
 @pytest.mark.parametrize("add", [nearly_add, add_nothing, raise_instead])
-def test_an_op_that_is_wrong_is_reported(gpu_check: Any, add: Any) -> None:
+def test_an_op_that_is_wrong_is_reported(steps: Any, add: Any) -> None:
     """A result a little off, NaN, or an exception makes the op's row wrong, and no other."""
-    wrong = [row.name for row in gpu_check.check_ops(broken_device(add=add), large=False) if not row.ok]
-    assert wrong == ["elementwise T3 I40"]
+    assert wrong_ops(steps, broken_device(add=add)) == ["elementwise T3 I40"]
 
 
-def test_bits_that_depend_on_company_are_reported(gpu_check: Any) -> None:
+def test_bits_that_depend_on_company_are_reported(steps: Any) -> None:
     """A linear layer whose rounding depends on the number of tokens is found, although it is exact enough."""
 
     def linear(out: Any, x: Any, weight: Any, bias: Any) -> None:
         reference.linear(out, x, weight, bias)
         out *= np.float32(1 + 1e-6 * (len(x) > 1))
 
-    wrong = [row.name for row in gpu_check.check_ops(broken_device(linear=linear), large=False) if not row.ok]
-    assert wrong == [f"linear {kind} alone and in a batch" for kind in WEIGHT_KINDS]
+    assert wrong_ops(steps, broken_device(linear=linear)) == [
+        f"linear {kind} alone and in a batch" for kind in WEIGHT_KINDS
+    ]
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4"])
-def test_decode_steps_are_whole_and_counted(gpu_check: Any, kind: str) -> None:
+def test_decode_steps_are_whole_and_counted(steps: Any, kind: str) -> None:
     """The step that is timed computes finite logits for all sequences, and its bytes are those of weights, K and V."""
     device = open_device("reference")
     decode = importlib.import_module("gpu_check_decode")
@@ -106,32 +116,103 @@ def test_decode_steps_are_whole_and_counted(gpu_check: Any, kind: str) -> None:
     assert num_bytes == weights + kv_bytes
 
 
-def test_only_ties_may_give_another_token(gpu_check: Any) -> None:
+def test_only_ties_may_give_another_token(steps: Any) -> None:
     """From the first token on that may be another nothing is known; before it all must be equal."""
-    same = gpu_check.same_up_to_ties
+    same = steps.same_up_to_ties
     assert same([1, 2, 3], [1, 2, 3], [0.5, 0.0, 0.5])
     assert same([1, 9, 8], [1, 2, 3], [0.5, 0.01, 0.5])
     assert not same([1, 9, 3], [1, 2, 3], [0.01, 0.5, 0.01])
 
 
-def test_random_folders_are_models(gpu_check: Any, tmp_path: Path) -> None:
+def test_random_folders_are_models(steps: Any, tmp_path: Path) -> None:
     """They load in the dtype that they are written in, and the devices agree on them."""
     from minipage import LLM
 
     for dtype in ("float32", "bfloat16"):
-        shape = gpu_check.SHAPES["tiny"] | {"torch_dtype": dtype}
-        gpu_check.write_model(tmp_path, shape)
+        shape = steps.SHAPES["tiny"] | {"torch_dtype": dtype}
+        steps.write_model(tmp_path, shape)
         with LLM(str(tmp_path), device="reference", num_blocks=8, max_model_len=32) as llm:
             assert dtype in llm.info.weight_kinds
-    row = gpu_check.check_tokens("tokens", "reference", "tiny", "cpu")
+    row = steps.check_tokens("tokens", open_device("reference"), "tiny", "cpu")
     assert row.ok, row
 
 
-def test_peers_that_are_not_there_are_left_out(gpu_check: Any) -> None:
+def test_peers_that_are_not_there_are_left_out(steps: Any) -> None:
     """Nothing of theirs is needed, and nothing of theirs can fail the check."""
 
-    def broken(name: str) -> Any:
+    def broken(name: str, device: Device) -> Any:
         raise RuntimeError("no kernel image")
 
-    row = gpu_check.optional("peer", broken)
-    assert row.ok and row.result == "left out: RuntimeError: no kernel image"
+    row = steps.optional("peer", open_device("reference"), broken)
+    assert row.ok and row.is_left_out and row.result == "left out: RuntimeError: no kernel image"
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+#: A worker whose steps go wrong in all ways, each as its name says.
+WORKER = """
+import json, os, sys, time
+names = ["good", "crash", "wrong", "unsound", "hang", "good again", "crash again"]
+first = int(sys.argv[sys.argv.index("--share") + 3])
+print(json.dumps({"names": names[first:]}), flush=True)
+for name in names[first:]:
+    if name.startswith("crash"):
+        os._exit(3)
+    if name == "hang":
+        time.sleep(1000)
+    ok = name.startswith("good")
+    print(json.dumps({"row": {"name": name, "ok": ok, "result": "a row"}}), flush=True)
+    if name == "unsound":
+        sys.exit(9)
+"""
+
+
+def rows_of(workers: Any, script: Path, program: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The rows of a worker that runs a program."""
+    script.write_text(program)
+    monkeypatch.setattr(workers, "SCRIPT", script)
+    monkeypatch.setattr(workers, "PATIENCE", 5.0)
+    rows: list[Any] = []
+    workers.take("cuda", [workers.Share("ops")], seconds, rows.append)
+    return [(row.name, row.ok, row.result) for row in rows]
+
+
+def test_a_step_that_ends_or_hangs_its_process_ends_no_other(
+    workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step has one row, in order: what a GPU does to the process of one of them is that one's."""
+    assert rows_of(workers, tmp_path / "worker.py", WORKER, 1000.0, monkeypatch) == [
+        ("good", True, "a row"),
+        ("crash", False, "its process ended with status 3"),
+        ("wrong", False, "a row"),
+        ("unsound", False, "a row"),
+        ("hang", False, "killed after 5 s"),
+        ("good again", True, "a row"),
+        ("crash again", False, "its process ended with status 3"),
+    ]
+
+
+def test_a_process_that_cannot_start_is_wrong(workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even the names of steps are told, the part is wrong."""
+    rows = rows_of(workers, tmp_path / "worker.py", "raise SystemExit(7)", 1000.0, monkeypatch)
+    assert rows == [("ops", False, "its process ended with status 7")]
+
+
+def test_what_there_is_no_time_for_is_left_out(workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes longer than there is time is ended, and it and those behind it are left out by name."""
+    monkeypatch.setattr(workers, "GRACE", 0.0)
+    program = WORKER.replace('["good", "crash", "wrong", "unsound", ', '["good", ')
+    rows = rows_of(workers, tmp_path / "worker.py", program, 3.0, monkeypatch)
+    assert rows[0] == ("good", True, "a row")
+    assert rows[1:] == [(name, True, "left out: no time") for name in ("hang", "good again", "crash again")]
+
+
+def test_a_worker_begins_nothing_late(workers: Any) -> None:
+    """A real worker without time says so of each of its steps."""
+    pytest.importorskip("numba_cuda")
+    pytest.importorskip("greenlet")
+    command = [sys.executable, str(workers.SCRIPT), "--device", "cuda-sim", "--part", "models", "--seconds", "-1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    names, *rows = map(json.loads, result.stdout.splitlines())
+    assert [row["row"]["name"] for row in rows] == names["names"]
+    assert all(row["row"]["is_left_out"] and row["row"]["result"] == "left out: no time" for row in rows)

@@ -1,4 +1,4 @@
-"""The one place that imports Numba's CUDA target: decorators, launches, and whether the simulator stands in for a GPU.
+"""The one place that kernels take Numba's CUDA target from: decorators, launches, and whether the simulator stands in for a GPU.
 
 The kernels are the same on a GPU (CuPy arrays) and in Numba's simulator (NumPy arrays, NUMBA_ENABLE_CUDASIM=1 before Numba's
 CUDA target is first imported); what differs is decided here. Kernels write ``cuda.threadIdx`` and the like on the ``cuda``
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ if SIMULATED:
 
     simulator.install()
 else:
+    from .gpu_array import GpuArray
+
     # A grid smaller than the GPU is normal when one token is decoded.
     warnings.filterwarnings("ignore", message="Grid size .* under-utilization")
 
@@ -78,7 +81,16 @@ def launch(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int,
     if SIMULATED:
         function[grid, threads](*arguments)
     else:
-        function[grid, threads, _current_stream()](*arguments)
+        import cupy
+
+        _launcher(function, grid, threads, cupy.cuda.get_current_stream().ptr)(*arguments)
+
+
+@lru_cache(4096)
+def _launcher(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int, stream: int) -> Callable[..., None]:
+    """What launches a kernel on the stream at an address of CuPy's, 0 for the default one."""
+    launcher: Callable[..., None] = function[grid, threads, cuda.external_stream(stream) if stream else 0]
+    return launcher
 
 
 def blocks_for(n: int, per_block: int) -> int:
@@ -125,18 +137,11 @@ def scratch(name: str, num_floats: int) -> Array:
     return kept[-1]
 
 
-class _Unsynchronised:
-    """A CuPy array without its stream: launches are on that stream, while Numba would wait for it on the host each time."""
-
-    def __init__(self, array: Array) -> None:
-        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": None}
-
-
 def _argument(arg: Any) -> Any:
-    if SIMULATED:
-        # An array that is on the device already: others are copied there and back for each launch.
-        return FakeCUDAArray(arg) if isinstance(arg, np.ndarray) else arg
-    return _Unsynchronised(arg) if hasattr(arg, "__cuda_array_interface__") else arg
+    if isinstance(arg, int | np.generic):
+        return arg
+    # In the simulator an array that is on the device already: others are copied there and back for each launch.
+    return FakeCUDAArray(arg) if SIMULATED else GpuArray(arg)
 
 
 def is_capturing() -> bool:
@@ -146,16 +151,3 @@ def is_capturing() -> bool:
     import cupy
 
     return bool(cupy.cuda.get_current_stream().is_capturing())
-
-
-_streams: dict[int, Any] = {}
-
-
-def _current_stream() -> Any:
-    """CuPy's current stream as Numba knows it."""
-    import cupy
-
-    pointer = cupy.cuda.get_current_stream().ptr
-    if pointer not in _streams:
-        _streams[pointer] = cuda.external_stream(pointer) if pointer else 0
-    return _streams[pointer]

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class CudaDevice(PaddedDevice):
         self.begin_thread()
         # What is on CUDA's default stream, loading for instance, and what is on this one wait for each other.
         self._stream = cupy.cuda.Stream()
+        self._unread: list[tuple[Any, np.ndarray]] = []  # what is fetched, each with the event that it has arrived
 
     def host(self, array: Array) -> np.ndarray:
         return np.asarray(self.xp.asnumpy(array))
@@ -76,7 +77,7 @@ class CudaDevice(PaddedDevice):
         if size == 0:
             return self.empty(shape, dtype)  # CuPy cannot tell the device of memory that is nowhere
         cuda = self.xp.cuda
-        pinned = cuda.alloc_pinned_memory(size)
+        pinned = cuda.PinnedMemory(size)  # not from CuPy's pool, which takes the next power of two
         memory = cuda.UnownedMemory(pinned.ptr, size, pinned)
         return self.xp.ndarray(tuple(shape), dtype, cuda.MemoryPointer(memory, 0))
 
@@ -92,6 +93,8 @@ class CudaDevice(PaddedDevice):
         host: np.ndarray = self.staging(array.nbytes).view(array.dtype).reshape(array.shape)
         array.get(stream=self._stream, out=host, blocking=False)
         event = self._event()
+        # Memory that nobody reads any more goes to another copy, which this one must not write into.
+        self._unread = [(event, host), *(each for each in self._unread if not each[0].done)]
 
         def wait() -> np.ndarray:
             event.synchronize()
@@ -150,9 +153,11 @@ class CudaDevice(PaddedDevice):
         self._stream.begin_capture()
         try:
             function()
-        finally:
-            graph = self._stream.end_capture()
-        return partial(_launch, graph, function)
+        except BaseException:
+            with suppress(Exception):  # that the capture has failed is known, and why comes next
+                self._stream.end_capture()
+            raise
+        return partial(_launch, self._stream.end_capture(), function)
 
     def join(self, communicator: Communicator) -> None:
         """Arrays go to the other ranks by NCCL."""

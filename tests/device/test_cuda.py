@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -242,7 +243,7 @@ class FakeStream:
 def unopened_device(xp: Any) -> Any:
     """A CUDA device on a stand-in for CuPy."""
     device = object.__new__(cuda.CudaDevice)
-    device.xp, device._stream = xp, FakeStream()
+    device.xp, device._stream, device._unread = xp, FakeStream(), []
     return device
 
 
@@ -269,6 +270,50 @@ def test_an_error_while_recording_ends_the_capture() -> None:
     with pytest.raises(ValueError, match="refused"):
         device.record(ops)
     assert device._stream.calls[-1] == "end"
+
+
+def test_why_a_capture_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that must not be captured raises, and then the end of the capture does; the first of them says what is wrong."""
+    device = unopened_device(None)
+    runs = iter([None, RuntimeError("an op that waits")])
+
+    def ops() -> None:
+        if error := next(runs):
+            raise error
+
+    def end_capture(stream: FakeStream) -> Any:
+        raise RuntimeError("the capture is not valid")
+
+    monkeypatch.setattr(FakeStream, "end_capture", end_capture)
+    with pytest.raises(RuntimeError, match="an op that waits"):
+        device.record(ops)
+
+
+class FakeEvent:
+    """An event that happens when it is told to."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, disable_timing: bool) -> None:
+        self.done = False
+        self.made.append(self)
+
+    def record(self, stream: Any) -> None:
+        pass
+
+
+def test_memory_of_copies_that_nobody_waits_for_is_kept_until_they_have_happened() -> None:
+    """Else a copy that is still to come would write into what is another's by then."""
+    cuda_module = SimpleNamespace(Event=FakeEvent, alloc_pinned_memory=lambda size: bytearray(size))
+    device = unopened_device(SimpleNamespace(cuda=cuda_module))
+    array = SimpleNamespace(nbytes=8, dtype=np.int32, shape=(2,), get=lambda **options: taken.append(options["out"]))
+    taken: list[np.ndarray] = []
+    for _ in range(3):
+        device.fetch(array)
+    kept = weakref.ref(taken.pop(0)), weakref.ref(taken.pop(0))
+    FakeEvent.made[0].done = True
+    device.fetch(array)
+    assert kept[0]() is None and kept[1]() is not None
 
 
 def test_a_pool_on_the_host_may_be_empty() -> None:

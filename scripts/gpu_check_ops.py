@@ -210,6 +210,8 @@ def against_reference(large: bool) -> Iterator[tuple[str, Check, float]]:
         yield f"attention {heads}, window 5, sinks 3", attention(heads, spans, 17, 5, sinks=3), 1e-5
         if large:
             yield f"attention {heads}, long", attention(heads, [Span(985, 1025), Span(256, 257)], 1025), 1e-5
+    for heads in [Heads(32, 8, 128, 16, kind) for kind in STORAGE] if large else []:  # two tiles a block
+        yield f"attention {heads}, a prompt", attention(heads, [Span(500, 1025), Span(256, 257)], 1025), 1e-5
 
 
 def same_bits(large: bool) -> Iterator[tuple[str, Check, Check]]:
@@ -219,8 +221,8 @@ def same_bits(large: bool) -> Iterator[tuple[str, Check, Check]]:
         yield f"linear {kind} alone and in a batch", linear(kind, 1, *size), linear(kind, 9, *size)
     rows, vocab_size = (64, 32000) if large else (8, 50)
     yield "sample alone and in a batch", sample(5, vocab_size), sample(rows, vocab_size)
-    heads, tokens = (Heads(8, 2, 128, 16, "float16"), 300) if large else (Heads(4, 2, 8, 4), 40)
-    chunk, whole = Span(0, tokens // 3), Span(0, tokens)
+    heads, tokens = (Heads(32, 8, 128, 16, "float16"), 600) if large else (Heads(4, 2, 8, 4), 40)
+    chunk, whole = Span(0, tokens // 6), Span(0, tokens)  # which are one tile a block and two
     company = [Span(0, 3), Span(tokens - 1, tokens)]
     yield "attention in chunks and at once", attention(heads, [chunk], tokens), attention(heads, [whole], tokens)
     yield (

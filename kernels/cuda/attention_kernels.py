@@ -30,9 +30,8 @@ from .target import WARP, bounded_kernel, cuda, divide, int32
 
 Array = Any
 
-TILES = (
-    8  #: that a multiprocessor is to hold at once, which are half of its warps: this bounds the registers of a thread
-)
+#: Tiles that a multiprocessor is to hold at once, which are half of its warps: this bounds the registers of a thread.
+TILES = 8
 
 
 def part_kernel(arithmetic: Arithmetic, shape: Shape) -> Any:

@@ -45,7 +45,26 @@ def block_sum(value: Any) -> Any:
     return total
 
 
+def _normalise(load: Any, store: Any) -> Any:
+    @device_function
+    def normalise(out: Array, x: Array, weight: Array, eps: Any, squares: Any) -> None:
+        """The block's row of ``x`` divided by the root of its mean square, times weights.
+
+        ``squares`` is the sum over those elements that the thread has.
+        """
+        row, size = cuda.blockIdx.x, x.shape[1]
+        inverse = float32(1) / math.sqrt(block_sum(squares) / float32(size) + eps)
+        for i in range(4 * cuda.threadIdx.x, size, 4 * cuda.blockDim.x):
+            a, b, c, d = load(x, row, i)
+            wa, wb, wc, wd = load(weight, 0, i)
+            store(out, row, i, (a * inverse * wa, b * inverse * wb, c * inverse * wc, d * inverse * wd))
+
+    return normalise
+
+
 def _rms_norm_kernel(load: Any, store: Any) -> Any:
+    normalise = _normalise(load, store)
+
     @kernel
     def rms_norm_kernel(out: Array, x: Array, weight: Array, eps: Any) -> None:
         row, size = cuda.blockIdx.x, x.shape[1]
@@ -54,16 +73,14 @@ def _rms_norm_kernel(load: Any, store: Any) -> Any:
         for i in range(first, size, step):
             a, b, c, d = load(x, row, i)
             squares += (a * a + b * b) + (c * c + d * d)
-        inverse = float32(1) / math.sqrt(block_sum(squares) / float32(size) + eps)
-        for i in range(first, size, step):
-            a, b, c, d = load(x, row, i)
-            wa, wb, wc, wd = load(weight, 0, i)
-            store(out, row, i, (a * inverse * wa, b * inverse * wb, c * inverse * wc, d * inverse * wd))
+        normalise(out, x, weight, eps, squares)
 
     return rms_norm_kernel
 
 
 def _add_rms_norm_kernel(load: Any, store: Any) -> Any:
+    normalise = _normalise(load, store)
+
     @kernel
     def add_rms_norm_kernel(out: Array, h: Array, x: Array, weight: Array, eps: Any) -> None:
         row, size = cuda.blockIdx.x, x.shape[1]
@@ -75,11 +92,7 @@ def _add_rms_norm_kernel(load: Any, store: Any) -> Any:
             a, b, c, d = a + xa, b + xb, c + xc, d + xd
             store(h, row, i, (a, b, c, d))  # each element has one thread, so what it adds it may read again
             squares += (a * a + b * b) + (c * c + d * d)
-        inverse = float32(1) / math.sqrt(block_sum(squares) / float32(size) + eps)
-        for i in range(first, size, step):
-            a, b, c, d = load(h, row, i)
-            wa, wb, wc, wd = load(weight, 0, i)
-            store(out, row, i, (a * inverse * wa, b * inverse * wb, c * inverse * wc, d * inverse * wd))
+        normalise(out, h, weight, eps, squares)
 
     return add_rms_norm_kernel
 

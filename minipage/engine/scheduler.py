@@ -110,8 +110,7 @@ class Scheduler:
             return None
         ahead = Step()
         for item in step.scheduled:
-            self._claim(item.request, [(item.sequence, 1)], ahead)
-        self.counters.copies += len(ahead.copies)
+            self._claim(item.request, [(item.sequence, 1)], ahead)  # no copies: the last block is its own by now
         return ahead
 
     def advance(self, step: Step) -> None:

@@ -18,6 +18,7 @@ from minipage.device.base import StepShape
 from minipage.engine.batch_buffers import BatchBuffers
 from minipage.engine.request import Status
 from minipage.engine.step import Step
+from minipage.kernels.draws import DRAW, as_words
 
 MAX_MODEL_LEN = 40
 
@@ -267,3 +268,46 @@ def test_a_batch_on_its_way_is_not_overwritten() -> None:
     assert batch.positions.tolist() == [0, 1, 2] and batch.context_lens.tolist() == [3]
     device.wait()
     assert batch.positions[:1].tolist() == [3] and batch.context_lens.tolist() == [4]
+
+
+def some_draws(count: int) -> np.ndarray:
+    """Records that differ from each other and from what is there at first."""
+    return np.array([(0.5, 10 + i, 0.25, 2**63 + i, 2**40 + i, i, 7 * i) for i in range(1, count + 1)], DRAW)
+
+
+def test_what_is_wanted_goes_with_a_batch_or_after_it() -> None:
+    """With it, all is one copy; rows and records are padded with the first row, and with greedy draws."""
+    world = World(32, 4, 64, caching=False)
+    device = RemoteDevice()
+    buffers = make_buffers(device, world)
+    world.add(0, [1, 2, 3], 1)
+    contents = buffers.describe(world.scheduler.schedule().scheduled)
+    buffers.write(contents)
+    buffers.write_wanted([2, 1], some_draws(2), 4)
+    buffers.send(contents.shape, contents.shape, with_wanted=True)
+    assert len(device.sent) == 1
+    device.wait()
+    assert buffers.batch(contents.shape).token_ids.tolist() == [1, 2, 3]
+    assert buffers.rows.tolist() == [2, 1, 0, 0]
+    assert buffers.draws.tolist() == as_words(np.append(some_draws(2), np.zeros(2, DRAW))).tolist()
+    buffers.write_wanted([1], some_draws(3)[2:], 2)
+    buffers.send_wanted(2, True)
+    device.wait()
+    assert buffers.rows.tolist()[:2] == [1, 0]
+    assert buffers.draws.tolist()[:2] == as_words(np.append(some_draws(3)[2:], np.zeros(1, DRAW))).tolist()
+    buffers.write_wanted([2, 2, 2], None, 3)
+    buffers.send_wanted(3, False)
+    device.wait()
+    assert buffers.rows.tolist()[:3] == [2, 2, 2]
+    assert device.sent[2] < device.sent[1] < device.sent[0]
+
+
+def test_what_is_wanted_is_not_overwritten_on_its_way() -> None:
+    """As the batch is not."""
+    device = RemoteDevice()
+    buffers = make_buffers(device, World(32, 4, 64, caching=False))
+    buffers.write_wanted([3], some_draws(1), 1)
+    buffers.send_wanted(1, True)
+    buffers.write_wanted([2], some_draws(2)[1:], 1)  # its own copy is not made yet
+    assert buffers.rows.tolist()[0] == 3
+    assert buffers.draws.tolist()[0] == as_words(some_draws(1))[0].tolist()

@@ -13,6 +13,8 @@ from helpers.checks import assert_idle_and_whole, greedy_params, run_to_end
 
 from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.device.cpu import ReferenceDevice
+from minipage.engine import batch_buffers
+from minipage.engine.batch_buffers import Mirror
 from minipage.engine.runner import Runner
 from minipage.engine.step import Step
 from minipage.kernels import reference
@@ -112,6 +114,27 @@ def test_ops_that_run_when_they_are_recorded_change_no_token(
     monkeypatch.setattr(ReferenceDevice, "record", record)
     with open_llm(history(SEED), "reference") as llm:
         assert serve(llm, PLAIN) == expected
+
+
+class Apart(Mirror):
+    """The device has bytes of its own, as a GPU has."""
+
+    def __init__(self, device: Any, num_bytes: int) -> None:
+        super().__init__(device, num_bytes)
+        self._device[:] = 99
+        self._host = np.full(num_bytes, 77, np.uint8)
+
+
+def test_a_device_with_memory_of_its_own_is_sent_what_it_reads(
+    history: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps ahead and others: where something of a batch, or of how to draw, did not arrive, tokens would differ."""
+    crowd = [*PLAIN, *OTHERS[:2], *PLAIN[::-1]]
+    with open_llm(history(SEED), "cpu") as llm:
+        expected = [serve(llm, PLAIN), serve(llm, crowd)]
+    monkeypatch.setattr(batch_buffers, "Mirror", Apart)
+    with open_llm(history(SEED), "reference") as llm:
+        assert [serve(llm, PLAIN), serve(llm, crowd)] == expected
 
 
 def serve_alone(llm: LLM, all_params: list[Any]) -> list[Any]:

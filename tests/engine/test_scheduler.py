@@ -222,6 +222,44 @@ def test_nothing_is_scheduled_ahead_of_others() -> None:
     assert world.scheduler.counters.preemptions > 0
 
 
+def test_who_comes_is_not_kept_waiting_by_steps_ahead() -> None:
+    """A newcomer is scheduled as soon as the step that was computed already is accounted for."""
+    world = World(32, 4, 64, caching=False, ahead=True)
+    pick = itertools.cycle([1])
+    world.add(0, [1] * 3, 1)
+    for _ in range(3):
+        world.step(pick)
+    assert world.launched is not None
+    newcomer = world.add(1, [2] * 3, 1)
+    assert newcomer is not None
+    world.step(pick)
+    assert world.launched is None
+    world.step(pick)
+    assert newcomer.sequences[0].num_computed == 3
+
+
+def test_blocks_that_suffice_for_some_are_not_taken_ahead() -> None:
+    """Two sequences want a block each and one is free: nobody gets it before it is known who gives way."""
+    world = World(3, 2, 64, caching=False, ahead=True)
+    requests = [world.add(name, [name] * 3, 1) for name in range(2)]
+    pick = itertools.cycle([1])
+    world.step(pick)
+    world.step(pick)
+    assert all(request is not None and request.status is Status.RUNNING for request in requests)
+    assert world.launched is None and world.allocator.num_free_blocks == 1
+    world.check()
+    run_all(world)
+
+
+def test_beams_are_not_scheduled_ahead() -> None:
+    """What goes on, and from where, is told by logits."""
+    world = World(32, 4, 64, caching=False, ahead=True)
+    request = world.add(0, [1] * 3, 1)
+    assert request is not None
+    request.params = BeamSearchParams(beam_width=1, max_tokens=12)
+    assert run_all(world) > 10 and world.num_ahead == 0
+
+
 # ---- speculation -------------------------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,9 @@ class World:
             self.launched = self.scheduler.schedule_ahead(step)
             if self.launched is not None:
                 self.num_ahead += 1
+                for item in self.launched.scheduled:
+                    assert item.sequence.is_computed and item.num_tokens == 1, "it begins with a token that is drawn"
+                assert not self.launched.copies, "the last step has written into its sequences' last blocks"
                 self._compute(self.launched, pick)
         for item in step.scheduled:
             if item.sequence.is_computed:

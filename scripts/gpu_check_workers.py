@@ -138,8 +138,10 @@ def _next_message(process: subprocess.Popen[str], patience: float) -> dict[str, 
 
 
 def environment() -> dict[str, str]:
-    """That of the workers: it names the CUDA toolkit that nvcc is of, for Numba looks for its compiler there."""
-    found = dict(os.environ)
+    """That of the workers: NumPy's threads are few, and the CUDA toolkit that nvcc is of is named, for Numba looks for its
+    compiler there.
+    """
+    found = {"OPENBLAS_NUM_THREADS": "2", **os.environ}
     if not {"CUDA_HOME", "CUDA_PATH"} & found.keys():
         nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
         home = Path(nvcc).resolve().parent.parent

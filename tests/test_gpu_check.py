@@ -207,6 +207,29 @@ def test_what_there_is_no_time_for_is_left_out(workers: Any, tmp_path: Path, mon
     assert rows[1:] == [(name, True, "left out: no time") for name in ("hang", "good again", "crash again")]
 
 
+def test_workers_find_the_toolkit_of_nvcc(workers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba looks for its compiler where CUDA_HOME says, which nobody need have set; but what is set stays."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert "CUDA_HOME" not in workers.environment()  # a toolkit without the compiler is of no use
+    (tmp_path / "cuda" / "nvvm").mkdir()
+    assert workers.environment()["CUDA_HOME"] == str(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_PATH", "elsewhere")
+    assert "CUDA_HOME" not in workers.environment()
+
+
+def test_shares_have_every_step_once(workers: Any) -> None:
+    """What several processes do together is what one would do."""
+    names = [step.name for step in workers.Share("ops").steps(True)]
+    parts = [[step.name for step in workers.Share("ops", i, 7).steps(True)] for i in range(7)]
+    assert sorted(sum(parts, [])) == sorted(names) and len(set(names)) == len(names)
+    assert max(sum("long" in name for name in part) for part in parts) <= 2  # those that take longest are spread
+
+
 def test_a_worker_begins_nothing_late(workers: Any) -> None:
     """A real worker without time says so of each of its steps."""
     pytest.importorskip("numba_cuda")

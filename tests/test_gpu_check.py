@@ -226,7 +226,7 @@ def test_shares_have_every_step_once(workers: Any) -> None:
     """What several processes do together is what one would do."""
     names = [step.name for step in workers.Share("ops").steps(True)]
     parts = [[step.name for step in workers.Share("ops", i, 7).steps(True)] for i in range(7)]
-    assert sorted(sum(parts, [])) == sorted(names) and len(set(names)) == len(names)
+    assert sorted(name for part in parts for name in part) == sorted(names) and len(set(names)) == len(names)
     assert max(sum("long" in name for name in part) for part in parts) <= 2  # those that take longest are spread
 
 

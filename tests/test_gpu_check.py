@@ -124,6 +124,52 @@ def test_only_ties_may_give_another_token(steps: Any) -> None:
     assert not same([1, 9, 3], [1, 2, 3], [0.01, 0.5, 0.01])
 
 
+GAPS = [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("check", ["check_tokens", "check_drawn"])
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_other_tokens_are_reported(steps: Any, check: str, wrong: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any prompt: those of the device, and those that it draws itself."""
+
+    def tokens(folder: str, device: str, prompts: Any, logprobs: int | None = 2, **limits: Any) -> Any:
+        found = [[1, 2], [3, 4]]
+        if device == "checked" and (logprobs is None) == (check == "check_drawn") and wrong is not None:
+            found[wrong] = [9, 9]
+        return found, GAPS
+
+    monkeypatch.setattr(steps, "greedy_tokens", tokens)
+    more = {"shape": "tiny", "expected_from": "another"} if check == "check_tokens" else {}
+    row = getattr(steps, check)("tokens", SimpleNamespace(name="checked"), **more)
+    assert row.ok == (wrong is None) and ("9, 9" in row.result) == (wrong is not None)
+
+
+@pytest.mark.parametrize("where", [None, "recorded", "launched one by one"])
+@pytest.mark.parametrize("drawn_by", ["host", "device"])
+def test_recordings_that_give_other_tokens_are_reported(
+    steps: Any, where: str | None, drawn_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever draws."""
+    device = open_device("reference")
+    record = type(device).record
+
+    def tokens(folder: str, name: str, prompts: Any, logprobs: int | None = 2, **limits: Any) -> Any:
+        how = "recorded" if type(device).record is record else "launched one by one"
+        is_wrong = how == where and (logprobs is None) == (drawn_by == "device")
+        return [[9 if is_wrong else 1]], GAPS
+
+    monkeypatch.setattr(steps, "greedy_tokens", tokens)
+    assert steps.check_graph("graphs", device).ok == (where is None)
+
+
+def test_a_timing_is_a_rate(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10**9 bytes in a millisecond are 1,000 GB/s; what does not fit into the memory is left out."""
+    monkeypatch.setattr(steps, "time_of", lambda device, call: 1000.0)
+    row = steps.measure("copy", open_device("reference"), lambda device: (None, 10**9))
+    assert (row.ok, row.microseconds) == (True, 1000.0) and row.gigabytes_per_second == pytest.approx(1000)
+    assert steps.measure("large", open_device("reference"), lambda device: None).is_left_out
+
+
 def test_random_folders_are_models(steps: Any, tmp_path: Path) -> None:
     """They load in the dtype that they are written in, and the devices agree on them."""
     from minipage import LLM
@@ -145,6 +191,35 @@ def test_peers_that_are_not_there_are_left_out(steps: Any) -> None:
 
     row = steps.optional("peer", open_device("reference"), broken)
     assert row.ok and row.is_left_out and row.result == "left out: RuntimeError: no kernel image"
+
+
+def test_what_lacks_a_package_is_left_out(steps: Any) -> None:
+    """It is not wrong, and the row says what was missing."""
+
+    def needs_more(name: str, device: Device) -> Any:
+        importlib.import_module("no_such_package")
+
+    row = steps.guarded(steps.Step("tokens", needs_more), open_device("reference"))
+    assert row.ok and row.is_left_out and row.result == "left out: No module named 'no_such_package'"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_one_wrong_row_makes_the_exit_status(
+    steps: Any, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The table says how many there were, and what rates are of a copy's."""
+    rows = [steps.Row("a", True, ""), steps.Row("b", is_right, ""), steps.left_out("c", "no time")]
+    timings = [("copy on the device", 1000.0), ("half", 500.0), ("tenth", 100.0)]
+    rows += [steps.Row(name, True, "", 1.0, rate) for name, rate in timings]
+    gpu_check = importlib.import_module("gpu_check")
+    monkeypatch.setattr(gpu_check, "take", lambda name, shares, seconds, report: [*map(report, rows)])
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu_check.check(open_device("reference"), minutes=1) == (0 if is_right else 1)
+    table = capsys.readouterr().out
+    assert ("5 passed, 0 failed, 1 left out" if is_right else "4 passed, 1 failed, 1 left out") in table
+    assert "WRONG b" in table or is_right
+    of_copy = {row["name"]: row["of_copy"] for row in json.loads((tmp_path / "gpu_check.json").read_text())["rows"]}
+    assert of_copy == {"a": None, "b": None, "c": None, "copy on the device": 1, "half": 0.5, "tenth": 0.1}
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

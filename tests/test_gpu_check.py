@@ -314,3 +314,34 @@ def test_a_worker_begins_nothing_late(workers: Any) -> None:
     names, *rows = map(json.loads, result.stdout.splitlines())
     assert [row["row"]["name"] for row in rows] == names["names"]
     assert all(row["row"]["is_left_out"] and row["row"]["result"] == "left out: no time" for row in rows)
+
+
+#: A worker whose first step is wrong; with an argument, its device cannot be used afterwards.
+UNSOUND_WORKER = """
+import sys
+import gpu_check_workers as workers
+from gpu_check_steps import Row, Step
+from minipage.device import open_device
+
+def broken():
+    raise RuntimeError("an illegal memory access was encountered")
+
+device = open_device("reference")
+if sys.argv[1:]:
+    device.synchronize = broken
+workers.open_device = lambda name: device
+workers.PARTS["ops"] = lambda large: [Step(name, lambda name, device: Row(name, False, "")) for name in ("first", "next")]
+sys.exit(workers.work("reference", workers.Share("ops"), 0, 1000.0))
+"""
+
+
+@pytest.mark.parametrize(("trouble", "status", "names"), [([], 0, ["first", "next"]), (["broken"], 9, ["first"])])
+def test_a_worker_ends_where_its_device_is_unusable(
+    workers: Any, trouble: list[str], status: int, names: list[str]
+) -> None:
+    """The steps that follow would be called wrong for nothing: another process takes them."""
+    path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
+    command = [sys.executable, "-c", UNSOUND_WORKER, *trouble]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == status == (workers.UNSOUND if trouble else 0)
+    assert [json.loads(line)["row"]["name"] for line in done.stdout.splitlines()[1:]] == names

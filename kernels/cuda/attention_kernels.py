@@ -68,7 +68,7 @@ def part_kernel(arithmetic: Arithmetic, shape: Shape) -> Any:
         last_token: Any,
     ) -> None:
         # Queries and weights are one array: else the compiler reads the queries once, into 32 registers of each thread.
-        shared = cuda.shared.array(shared_words, word)
+        shared = cuda.shared.array(shared_words, word, alignment=16)
         rows = cuda.shared.array(PART, int32)
         warp_largest, warp_sums = cuda.shared.array(warp_rows, float32), cuda.shared.array(warp_rows, float32)
         # Of each row: token and head (-1: there is no such row), and the tokens start .. stop that it sees of the part.

@@ -1,7 +1,7 @@
 """What a GPU can do and Numba does not name: 16-byte accesses, pairs of 16-bit floats, products of small matrices.
 
 A word is a uint32. ``words`` are four of them, as one 16-byte access moves them. Offsets are in elements from where an array
-begins, and must make an address that is a multiple of 16 bytes.
+begins, and must make an address that is a multiple of 16 bytes; arrays in shared memory need ``alignment=16`` for that.
 
     load16(array, offset)            words from global or shared memory
     stream16(array, offset)          the same, from global memory that nothing writes and that is read once: it takes no cache

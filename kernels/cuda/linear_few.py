@@ -35,7 +35,7 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         out: Array, x: Array, codes: Array, scales: Array, minima: Array, bias: Array, has_bias: Any, log_tokens: Any
     ) -> None:
         # 2 ** log_tokens is the number of tokens, rounded up.
-        fragments = cuda.shared.array(num_words, uint32)
+        fragments = cuda.shared.array(num_words, uint32, alignment=16)
         totals = cuda.shared.array(num_totals, float32)
         merged = cuda.shared.array(num_sums, float32)
         thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], int32(1 << log_tokens)

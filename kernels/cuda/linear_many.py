@@ -61,7 +61,7 @@ def _many_kernel(kind: Kind, log_tokens: int, load: Any) -> Any:
     @bounded_kernel(WARPS * WARP, HALF_OF_WARPS // WARPS)
     def linear_many_kernel(parts: Array, x: Array, codes: Array, scales: Array, minima: Array, outputs: Any) -> None:
         # parts [gridDim.z, T, N]
-        fragments = cuda.shared.array(num_words, uint32)
+        fragments = cuda.shared.array(num_words, uint32, alignment=16)
         totals = cuda.shared.array(num_totals, float32)
         sums = cuda.local.array((tiles_of_tokens, 4), float32)
         thread, part, splits = cuda.threadIdx.x, cuda.blockIdx.z, cuda.gridDim.z

@@ -23,7 +23,7 @@ def _memory(array: Array, offset: Any) -> Any:
     first, stop = byte_bounds(array)
     if address < first or address + 16 > stop:
         raise IndexError(f"16 bytes at element {offset} are not within an array of shape {array.shape}")
-    if (address - first) % 16:
+    if address % 16:
         raise ValueError(f"element {offset} of an array of {array.dtype} does not lie at a multiple of 16 bytes")
     return (ctypes.c_uint32 * 4).from_address(address)
 

@@ -160,12 +160,22 @@ def _poisoned(shape: Any, dtype: Any) -> np.ndarray:
     return array
 
 
+def _placed(array: np.ndarray, alignment: int | None) -> np.ndarray:
+    """A copy that begins at a multiple of ``alignment``, and of an element's size, but of nothing more."""
+    unit = alignment or array.itemsize
+    room = np.empty(array.nbytes + 2 * unit, np.uint8)
+    first = (unit - room.ctypes.data) % (2 * unit)
+    copy: np.ndarray = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = None) -> np.ndarray:
     """``cuda.shared.array``: one array for each place in the code that asks for one."""
     frame = sys._getframe(1)
     place = (frame.f_code, frame.f_lasti)
     if place not in self._allocations:
-        self._allocations[place] = _poisoned(shape, dtype)
+        self._allocations[place] = _placed(_poisoned(shape, dtype), alignment)
     return self._allocations[place]  # type: ignore[no-any-return]
 
 

@@ -74,6 +74,25 @@ def test_the_simulator_refuses_wrong_offsets(offset: int, error: type[Exception]
         run(read, np.zeros(128, np.float32))
 
 
+@pytest.mark.skipif(not SIMULATED, reason="on a GPU it depends on what else is in shared memory")
+def test_shared_memory_is_aligned_where_that_is_asked_for() -> None:
+    """Sixteen bytes of shared memory at once are refused unless its array was asked to begin at a multiple of them."""
+
+    @kernel
+    def plain(x: Array) -> None:
+        load16(cuda.shared.array(32, np.float32), 4)
+
+    @kernel
+    def aligned(x: Array) -> None:
+        shared = cuda.shared.array(32, np.float32, alignment=16)
+        shared[4] = 7
+        x[0] = bits_float(load16(shared, 4)[0])
+
+    with pytest.raises(ValueError, match="does not lie at a multiple of 16 bytes"):
+        run(plain, np.zeros(1, np.float32))
+    assert run(aligned, np.zeros(1, np.float32))[0] == 7
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_pairs(kind: str) -> None:
     """A word is two floats, the low one first, and is packed with the rounding of the host."""
@@ -151,7 +170,7 @@ def test_matrices_from_shared_memory(transposed: bool) -> None:
 
     @kernel
     def read(out: Array, x: Array) -> None:
-        tile = cuda.shared.array((32, 16), np.uint16)  # a matrix in every other eight columns
+        tile = cuda.shared.array((32, 16), np.uint16, alignment=16)  # a matrix in every other eight columns
         lane = cuda.threadIdx.x
         for i in range(8):
             tile[lane, 8 * (lane % 2) + i] = x[lane, i]

@@ -1,13 +1,14 @@
 """A faster and stricter scheduler for Numba's CUDA simulator.
 
 Numba's own simulator runs each CUDA thread as an operating system thread, knows no warp operations, and lets many mistakes
-pass. This one runs the threads of a block as greenlets, one after the other, each up to its next barrier:
+pass. This one runs the threads of a block as greenlets, one after the other, each up to its next barrier or warp operation; and
+the warps one after the other, each up to a barrier of the block, for nothing else keeps a warp from being far ahead of others:
 
 * Warp shuffles, votes and ``syncwarp`` work.
 * A barrier or warp operation that some thread never reaches, or threads that wait at different barriers, raise
   :class:`DivergenceError` and name the lines.
 * Shared and local memory is full of NaN (integers: -1) when a block begins, so that what nobody wrote does not go unnoticed.
-* ``MINIPAGE_SIMULATOR_SEED=n`` runs the threads in an order drawn from n instead of by number: a missing barrier that
+* ``MINIPAGE_SIMULATOR_SEED=n`` runs warps and threads in an order drawn from n instead of by number: a missing barrier that
   happens to do no harm in one order shows in another.
 
 :func:`install` puts it in the place of Numba's; it needs NUMBA_ENABLE_CUDASIM=1 and greenlet.
@@ -19,7 +20,7 @@ import os
 import random
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from types import FrameType
@@ -96,13 +97,27 @@ class ThreadBlock:
         arrays = tuple(_plain_array(arg) for arg in args)
         with np.errstate(all="ignore"):  # overflow and NaN are silent on a GPU
             threads = self._threads(block, lambda: self._function(*arrays))
-            ready = list(threads)
+            warps = [threads[first : first + WARP] for first in range(0, len(threads), WARP)]
+            ready = threads
             while ready:
                 if self._order:
-                    self._order.shuffle(ready)
-                for thread in ready:
-                    self._resume(thread)
-                ready = self._released(threads)
+                    self._order.shuffle(warps)
+                for warp in warps:
+                    self._run_warp(warp, len(threads))
+                ready = self._released(threads, len(threads))
+                waiting = [thread for thread in threads if not thread.dead]
+                if waiting and not ready:
+                    raise DivergenceError(self._describe(waiting, len(threads)))
+
+    def _run_warp(self, warp: list[SimulatedThread], num_threads: int) -> None:
+        """Run the threads of a warp, which may go on, as far as they come without the other warps."""
+        ready = [thread for thread in warp if not thread.dead]
+        while ready:
+            if self._order:
+                self._order.shuffle(ready)
+            for thread in ready:
+                self._resume(thread)
+            ready = self._released(warp, num_threads)
 
     def _threads(self, block: Any, body: Callable[[], None]) -> list[SimulatedThread]:
         x, y, z = self._size
@@ -116,8 +131,8 @@ class ThreadBlock:
             error.add_note(f"in thread {thread.threadIdx} of block {thread.blockIdx}")
             raise
 
-    def _released(self, threads: list[SimulatedThread]) -> list[SimulatedThread]:
-        """The threads whose meeting is complete, with what was offered there; an error if all wait for ever."""
+    def _released(self, threads: list[SimulatedThread], num_threads: int) -> list[SimulatedThread]:
+        """Those of some of the block's threads whose meeting is complete, with what was offered there."""
         meetings: defaultdict[Meeting, list[SimulatedThread]] = defaultdict(list)
         for thread in threads:
             if not thread.dead:
@@ -125,13 +140,11 @@ class ThreadBlock:
                 meetings[thread.meeting].append(thread)
         released: list[SimulatedThread] = []
         for meeting, waiting in meetings.items():
-            if len(waiting) == self._wanted(meeting, len(threads)):
+            if len(waiting) == self._wanted(meeting, num_threads):
                 offers = {t.thread_id if meeting.warp is None else t.lane: t.offer for t in waiting}
                 for thread in waiting:
                     thread.offers = offers
                 released += waiting
-        if meetings and not released:
-            raise DivergenceError(self._describe(meetings, len(threads)))
         return released
 
     def _wanted(self, meeting: Meeting, num_threads: int) -> int:
@@ -140,9 +153,10 @@ class ThreadBlock:
         lanes_of_warp = min(WARP, num_threads - meeting.warp * WARP)
         return (meeting.lanes & ((1 << lanes_of_warp) - 1)).bit_count()
 
-    def _describe(self, meetings: dict[Meeting, list[SimulatedThread]], num_threads: int) -> str:
-        waits = [f"{len(threads)} wait in {m.operation} at {m.file}:{m.line}" for m, threads in meetings.items()]
-        finished = num_threads - sum(map(len, meetings.values()))
+    def _describe(self, waiting: list[SimulatedThread], num_threads: int) -> str:
+        meetings = Counter(thread.meeting for thread in waiting)
+        waits = [f"{count} wait in {m.operation} at {m.file}:{m.line}" for m, count in meetings.items() if m]
+        finished = num_threads - len(waiting)
         return f"of {num_threads} threads " + ", ".join(waits) + f", {finished} have returned"
 
 

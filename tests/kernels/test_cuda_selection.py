@@ -93,7 +93,7 @@ def search(out: Array, masses: Array, factors: Array, targets: Array, fractions:
 
 
 @pytest.mark.parametrize("size", [1, 3, 70, 200])
-@pytest.mark.parametrize("factor", [1, 2**41 + 7])
+@pytest.mark.parametrize("factor", [1, 2**31, 2**41 + 7])
 def test_searches(size: int, factor: int) -> None:
     """The token at which a target is reached is never one without mass, be the target the first unit or the last."""
     masses = np.random.default_rng(size).integers(0, 3, size)

@@ -58,6 +58,26 @@ def test_a_missing_barrier_shows_in_a_shuffled_order(monkeypatch: pytest.MonkeyP
     assert np.array_equal(run(left_neighbours(barrier=True)), expected)
 
 
+def test_a_warp_that_is_ahead_shows_what_others_have_yet_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp may finish all its shuffles and write before another has read at all: under some seeds one does."""
+
+    def sums_of_warps(out: Any) -> None:
+        shared, i = cuda.shared.array(2, np.float32), cuda.threadIdx.x
+        shared[i // 32] = 1
+        cuda.syncthreads()
+        out[i] = shared[1 - i // 32]
+        value = i
+        for distance in (16, 8, 4, 2, 1):
+            value += cuda.shfl_xor_sync(ALL_LANES, value, distance)
+        shared[i // 32] = value
+
+    wrong = 0
+    for seed in "12345678":
+        monkeypatch.setenv("MINIPAGE_SIMULATOR_SEED", seed)
+        wrong += not np.array_equal(run(sums_of_warps, threads=64), np.ones(64))
+    assert wrong > 0
+
+
 def test_a_barrier_that_some_threads_never_reach_raises() -> None:
     """Threads that return before a barrier make it an error that counts them and names the line, not a hang."""
 

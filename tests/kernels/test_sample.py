@@ -107,10 +107,12 @@ def test_ties_go_to_the_lowest_ids(impl: Implementation) -> None:
 
 @each_sampler
 def test_a_limit_among_equal_logits_keeps_the_first(impl: Implementation) -> None:
-    """Of equal logits, the k lowest ids are drawn and no other, by top_k and by the top_p that means as many."""
+    """Of equal logits, as -0 and 0 are, the k lowest ids are drawn and no other, by top_k and by the top_p that means as many."""
     flat, seeds = np.zeros((12, 70), np.float32), range(12)
+    flat[:, ::2] = -0.0
     for params in ({"top_k": 3}, {"top_p": 2.5 / 70}):
         assert set(on_device(impl, flat, [request(seed, **params) for seed in seeds])) == {0, 1, 2}
+    assert on_device(impl, flat[:1], [request(1, temperature=0.0)]) == [0]
 
 
 @each_sampler

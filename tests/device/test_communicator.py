@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minipage.device import Communicator, Device, open_device
-from minipage.device.communicator import NcclCommunicator
+from minipage.device.communicator import MpiCommunicator, NcclCommunicator
 from minipage.errors import InvalidArgumentError, RankError
 
 ROWS, COLUMNS = 5, 7
@@ -146,6 +146,23 @@ class FakeMpi:
 
     def allgather(self, value: Any) -> list[Any]:
         return [value]
+
+
+def test_each_machine_counts_its_ranks() -> None:
+    """Which GPU a rank has, and which part of the memory, goes by the ranks of its own machine."""
+
+    class Rank3(FakeMpi):
+        def Get_rank(self) -> int:
+            return 3
+
+        def Get_size(self) -> int:
+            return 5
+
+        def allgather(self, value: Any) -> list[Any]:
+            return ["elsewhere", value, "elsewhere", value, value]
+
+    rank = MpiCommunicator(Rank3())
+    assert (rank.local_rank, rank.local_size) == (1, 3)
 
 
 def test_arrays_on_gpus_go_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

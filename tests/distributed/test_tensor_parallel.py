@@ -99,16 +99,17 @@ print([output.outputs[0].token_ids for output in outputs])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("trouble", "device"), [("sum", "cpu"), ("layer", "reference")])
+@pytest.mark.parametrize(("trouble", "device"), [("sum", "cpu"), ("padded-sum", "cpu"), ("layer", "reference")])
 def test_a_step_that_fails_on_one_rank_fails_on_all(model: Any, trouble: str, device: str, rank: int) -> None:
-    """Its request ends with an error that says what happened where, nobody waits, and the next requests are served."""
+    """Its requests end with an error that says what happened where, nobody waits, though the step may be padded, and the next
+    requests are served."""
     keywords = {"model": model()} | TIGHT | {"device": device}
     with LLM(**keywords) as llm:
         [tokens, *_] = rank_program.survive(llm)
     done = run_program(2, trouble, str(rank), **keywords)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    error = {"sum": "MemoryError: no room for a sum", "layer": "MemoryError: no room in a layer"}[trouble]
+    error = "MemoryError: no room in a layer" if trouble == "layer" else "MemoryError: no room for a sum"
     expected = error if rank == 0 else f"RankError: rank 1 of 2 failed: {error}"
     assert sorted(map(str, results)) == sorted([expected, *[str(tokens)] * 4])
     assert results[0] == tokens and results[-1] == tokens  # it happened in between
@@ -124,16 +125,23 @@ def test_a_rank_that_cannot_load_ends_all(model: Any, rank: int) -> None:
     assert ("RankError: rank 1 of 2 failed: OSError: the disk is gone" in done.stderr) == (rank == 1)
 
 
-def test_ranks_that_were_given_different_keywords_say_so(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ("'num_blocks': 20 + rank", "rank 0 has num_blocks=20 and rank 1 21; all must be given the same"),
+        ("'model': '/' * rank + keywords['model']", "rank 0 has model="),
+    ],
+)
+def test_ranks_that_were_given_different_keywords_say_so(model: Any, different: str, message: str) -> None:
     """Nothing is loaded."""
     code = (
         "import json, sys; from mpi4py import MPI; from minipage import LLM; keywords = json.loads(sys.argv[1]);"
-        "LLM(**keywords, num_blocks=20 + MPI.COMM_WORLD.Get_rank())"
+        f"rank = MPI.COMM_WORLD.Get_rank(); LLM(**(keywords | {{{different}}}))"
     )
-    keywords = {"model": model(), "tensor_parallel_size": 2, "device": "cpu"}
+    keywords = {"model": model(), "tensor_parallel_size": 2, "device": "cpu", "num_blocks": 20}
     done = run(["-c", f"import sys; sys.path.insert(0, '..'); {code}", json.dumps(keywords)])
     assert done.returncode != 0
-    assert "rank 0 has num_blocks=20 and rank 1 21; all must be given the same" in done.stderr
+    assert message in done.stderr
 
 
 def test_a_program_on_all_ranks(model: Any) -> None:
@@ -183,6 +191,24 @@ for max_model_len in (5000, 100):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert "max_model_len=5000" in first and "one LLM of several ranks a program" in second
+
+
+def test_ctrl_c_is_for_rank_0(model: Any) -> None:
+    """The terminal tells all processes, and the others go on to do what rank 0 makes of it."""
+    code = """
+import os, signal, sys
+sys.path.insert(0, "..")
+from mpi4py import MPI
+from minipage import LLM, SamplingParams
+_, other = MPI.COMM_WORLD.allgather(os.getpid())
+llm = LLM(sys.argv[1], device="cpu", num_blocks=20, tensor_parallel_size=2)
+for _ in range(2):
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    print(len(output.outputs[0].token_ids), flush=True)
+    os.kill(other, signal.SIGINT)
+"""
+    done = run(["-c", code, model()])
+    assert (done.returncode, done.stdout) == (0, "4\n4\n"), done.stderr
 
 
 @pytest.mark.parametrize("ending", ["raise KeyError('lost')", "sys.exit(3)", "os._exit(3)"])

@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python -m helpers.rank_program '{"model": ..., "tensor_parallel_size": 2, ...}' [TROUBLE RANK]
 
-TROUBLE, a name of :data:`TROUBLES`, befalls the rank RANK.
+TROUBLE, a name of :data:`TROUBLES`, befalls the rank RANK; with "padded-" before it, all pad their steps as a GPU does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from helpers import models
 
 from minipage import LLM, BeamSearchParams, SamplingParams
 from minipage.device.communicator import MpiCommunicator
+from minipage.device.cpu import CpuDevice
+from minipage.device.cuda import PaddedDevice
 from minipage.engine import loading
 from minipage.kernels import reference
 
@@ -74,12 +76,12 @@ def smallest_gap(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def fail_in_a_sum() -> None:
-    """A sum in the middle of a step of the second request does not come about."""
+    """A sum in the middle of a step, of decodes and the second time, does not come about."""
     gather = MpiCommunicator.all_gather
     calls = iter(range(10**9))
 
     def all_gather(self: MpiCommunicator, out: np.ndarray, x: np.ndarray) -> None:
-        if next(calls) == 17:  # of 15 a request
+        if next(calls) == 22:  # of 15 in each of the five times, 5 a step
             raise MemoryError("no room for a sum")
         gather(self, out, x)
 
@@ -92,7 +94,7 @@ def fail_in_a_layer() -> None:
     calls = iter(range(10**9))
 
     def failing(*args: Any) -> None:
-        if next(calls) == 31:  # of 27 a request
+        if next(calls) == 40:  # of 27 in each of the five times, 9 a step
             raise MemoryError("no room in a layer")
         linear(*args)
 
@@ -108,6 +110,12 @@ def fail_to_load() -> None:
     loading.load_parameters = load_parameters  # type: ignore[assignment]
 
 
+def pad_steps() -> None:
+    """The device "cpu" records steps of the sizes that a GPU records."""
+    CpuDevice.recorded_shape = PaddedDevice.recorded_shape  # type: ignore[method-assign,assignment]
+    CpuDevice.recorded_rows = PaddedDevice.recorded_rows  # type: ignore[method-assign,assignment]
+
+
 TROUBLES: dict[str, Callable[[], None]] = {
     "sum": fail_in_a_sum,
     "layer": fail_in_a_layer,
@@ -116,10 +124,11 @@ TROUBLES: dict[str, Callable[[], None]] = {
 
 
 def survive(llm: LLM) -> Iterator[list[list[int]] | str]:
-    """What five requests come to, one after the other: tokens, or an error."""
+    """What three requests together come to, five times one after the other: tokens, or an error."""
+    prompts = [models.history_prompt(seed)[:5] for seed in SEEDS[:3]]
     for _ in range(5):
         try:
-            yield generated(llm, [models.history_prompt(3)], SamplingParams(temperature=0, max_tokens=3))
+            yield generated(llm, prompts, SamplingParams(temperature=0, max_tokens=3))
         except (RuntimeError, MemoryError) as error:
             yield f"{type(error).__name__}: {error}"
 
@@ -129,8 +138,10 @@ def main() -> None:
     if sys.argv[2:]:
         from mpi4py import MPI
 
+        if sys.argv[2].startswith("padded-"):
+            pad_steps()
         if MPI.COMM_WORLD.Get_rank() == int(sys.argv[3]):
-            TROUBLES[sys.argv[2]]()
+            TROUBLES[sys.argv[2].removeprefix("padded-")]()
     llm = LLM(**keywords)
     print(json.dumps(list(survive(llm)) if sys.argv[2:] else serve(llm)), flush=True)
     # It is not closed here: the other ranks end all the same.

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +148,103 @@ def test_what_a_worker_leaves_is_served_in_another_round(
     assert rounds == [[0, 1, 2, 3, 4], [2, 3, 4], [3, 4], [4]]
     assert "a worker ended: its machine went away" in capsys.readouterr().err
     assert [json.loads(line)["id"] for line in lines_of(tmp_path / "results.jsonl")] == [0, 1, 2, 3]
+    script.Results(tmp_path / "results.jsonl").close()  # another job may write there now
+
+
+class Handle:
+    """An actor of :class:`FakeRay`: ``handle.method.remote(...)`` is a call."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.actor, name)
+        return SimpleNamespace(remote=method, options=lambda **options: SimpleNamespace(remote=method))
+
+
+class FakeRay(ModuleType):
+    """As much of Ray as the script asks for, in this process; what would be a reference is the thing itself."""
+
+    exceptions = SimpleNamespace(RayError=type("RayError", (Exception,), {}))
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.alive: list[Handle] = []
+
+    def remote(self, kind: type) -> Any:
+        def start(*args: Any) -> Handle:
+            self.alive.append(Handle(kind(*args)))
+            return self.alive[-1]
+
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=start))
+
+    def wait(self, streams: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        return streams[:1], streams[1:]
+
+    def get(self, value: Any) -> Any:
+        return value
+
+    def kill(self, actor: Handle) -> None:
+        self.alive.remove(actor)
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """What the script imports as Ray."""
+    monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
+    return fake
+
+
+def test_a_round_ends_all_that_it_began(
+    script: ModuleType, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a worker fails the others go on, and none of them is left to hold what those of the next round need."""
+    keywords: list[dict[str, Any]] = []
+
+    class Worker:
+        def __init__(self, model: str | None, given: dict[str, Any]) -> None:
+            keywords.append(given)
+            self.fails = len(keywords) == 1
+
+        def serve(self, queue: Handle) -> Iterator[dict[str, Any]]:
+            while tasks := queue.take.remote(1):
+                yield {"id": tasks[0].id, "outputs": []}
+                if self.fails:
+                    raise ray.exceptions.RayError("its machine went away")
+
+    monkeypatch.setattr(script, "Worker", Worker)
+    given = arguments(tmp_path, 5, model=None, cpus_per_worker=None)
+    results = script.Results(given.results)
+    tasks = script.read_tasks(given.prompts, SamplingParams())
+    failures = script.run_round(tasks, results, given, SimpleNamespace(update=lambda: None))
+    results.close()
+    assert failures == ["its machine went away"] and ray.alive == []
+    assert results.done == {0, 1, 2, 3, 4}
+    assert [each["num_threads"] for each in keywords] == [2, 2]  # of the cluster's 4
+
+
+def test_a_worker_serves_what_it_has_room_for(script: ModuleType, ray: FakeRay, model: str) -> None:
+    """Ids of both types are apart, each result comes once, and what cannot be served is told."""
+    asked: list[int] = []
+    tasks = [script.Task(name, "a>", None, SamplingParams(temperature=0, max_tokens=3)) for name in (1, "1", 2, "x")]
+    tasks.insert(2, script.Task("long", "x" * 5000, None, SamplingParams()))
+    left = list(tasks)
+
+    def take(most: int) -> list[Any]:
+        asked.append(most)
+        part, left[:] = left[:most], left[most:]
+        return part
+
+    worker = script.Worker(model, {"device": "reference", "num_blocks": 16, "max_num_seqs": 3})
+    found = list(worker.serve(SimpleNamespace(take=SimpleNamespace(remote=take))))
+    worker._llm.close()
+    assert asked[:2] == [3, 1]  # two are running, and one was refused
+    assert sorted(map(repr, (each["id"] for each in found))) == sorted(repr(task.id) for task in tasks)
+    for each in found:
+        assert ("max_model_len" in each["error"]) if each["id"] == "long" else len(each["outputs"][0]["token_ids"]) == 3
 
 
 def test_tasks_are_taken_once_and_by_fewer_at_the_end(script: ModuleType) -> None:
@@ -186,8 +283,8 @@ def test_bad_lines_are_named_before_anything_starts(
         script.read_tasks(file, SamplingParams())
 
 
-def test_the_file_of_results(script: ModuleType, tmp_path: Path) -> None:
-    """One job at a time writes it, and nothing that is none of its own is overwritten."""
+def test_the_file_of_results(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job at a time writes it, nothing that is none of its own is overwritten, and no half of a result is one."""
     file = tmp_path / "results.jsonl"
     results = script.Results(file)
     results.add({"id": "a", "outputs": []})
@@ -195,6 +292,10 @@ def test_the_file_of_results(script: ModuleType, tmp_path: Path) -> None:
         script.Results(file)
     results.close()
     results = script.Results(file)
+    assert results.done == {"a"}
+    monkeypatch.setattr(script.os, "write", lambda file, line: len(line) - 1)
+    with pytest.raises(OSError, match="no room for another result"):
+        results.add({"id": "b", "outputs": []})
     assert results.done == {"a"}
     results.close()
     for foreign in ("some text\n", "some text", "[1]\n", '{"name": 3}\n'):

@@ -1,18 +1,12 @@
-"""Machine code of kernels: compiled once on a machine, kept in a folder, and loaded from there by later processes.
+"""Machine code of the CPU's kernels, from the folder where it is kept to an address in memory.
 
 Loading needs llvmlite alone: what took Numba half a minute to compile is there in milliseconds, without importing Numba.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,20 +14,19 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from ..code_folder import CodeFolder, source_state
 from . import isa
 
-logger = logging.getLogger("minipage")
-
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
-_SUFFIXES = ".o", ".lock", ".tmp"  #: of all files in a folder of code
-_CHECKSUM_BYTES = 32
-_KEPT_UNUSED = 30 * 24 * 3600  #: seconds since its last use for which code of another state is kept
-_seconds = 0.0  #: that compiling has taken
-_announced: set[Path] = set()  #: files of kernels that are known to be needed
-_num_missing = 0  #: of these, how many were not there
-_num_compiled = 0
 _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
+
+
+def _state() -> str:
+    return source_state(Path(__file__).parent, llvmlite.__version__, llvm.get_default_triple(), *isa.target())
+
+
+folder = CodeFolder(_state, ".o")  #: of these sources for this machine's instructions
 
 
 def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:
@@ -41,154 +34,9 @@ def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:
 
     ``name`` and ``variant`` say which kernel it is; ``compile`` makes an object file that has it as ENTRY.
     """
+    code = folder.code(name, variant, compile)
     with _lock:
-        path = _path(name, variant)
-        code = _read(path)
-        if code is not None:
-            _note_use(path.parent)
-        else:
-            with _one_process_at_a_time(path):
-                code = _read(path) or _compile(name, compile, path)  # another process may have compiled it meanwhile
         return _load(code)
-
-
-def announce(kernels: Iterable[tuple[str, str]]) -> None:
-    """Say how many of these kernels, (name, variant) each, have to be compiled before they can be used."""
-    global _num_missing
-    with _lock:
-        new = {_path(*kernel) for kernel in kernels} - _announced
-        missing = sum(not path.is_file() for path in new)
-        _announced.update(new)
-        _num_missing += missing
-    if missing and not sys.stderr.isatty():  # on a terminal, a line shows each
-        what = "kernels, once for this machine; most take a second or two"
-        logger.warning("compiling %d of the next %d %s", missing, len(new), what)
-
-
-def _path(name: str, variant: str) -> Path:
-    return cache_folder() / f"{name}-{_digest(variant)}.o"
-
-
-def cache_folder() -> Path:
-    """Where code of these sources for this machine is kept: in MINIPAGE_KERNEL_CACHE, else in the user's cache folder."""
-    return _cache_root() / state()
-
-
-def _cache_root() -> Path:
-    if chosen := os.environ.get("MINIPAGE_KERNEL_CACHE"):
-        return Path(chosen).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "minipage" / "kernels"
-
-
-@cache
-def state() -> str:
-    """What identifies all that code is made from: sources, versions, and the machine's instructions."""
-    return source_state(Path(__file__).parent)
-
-
-def source_state(folder: Path) -> str:
-    """The same, for the sources of a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    versions = sys.version, llvmlite.__version__, llvm.get_default_triple(), *isa.target()
-    return _digest(digest.hexdigest() + repr(versions))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read(path: Path) -> bytes | None:
-    """The code in a file, None where it is not there or not whole: broken code would crash the process."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    code = content[_CHECKSUM_BYTES:]
-    return code if content[:_CHECKSUM_BYTES] == _checksum(code) else None
-
-
-def _checksum(code: bytes) -> bytes:
-    return hashlib.sha256(code).digest()
-
-
-@contextmanager
-def _one_process_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process compile and the others wait for its result, where files can be locked."""
-    try:
-        import fcntl
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115
-    except (ImportError, OSError):
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        yield
-
-
-def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
-    import tempfile  # takes a while, and most processes compile nothing
-
-    with _progress(name):
-        code = compile()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(_checksum(code) + code)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.warning("compiled code is not kept, since %s cannot be written (%s)", path.parent, error)
-    else:
-        _delete_unused(_cache_root())
-    return code
-
-
-@cache
-def _note_use(folder: Path) -> None:
-    """Let the time of a folder's last change be that of its last use, for :func:`_delete_unused`."""
-    with suppress(OSError):
-        os.utime(folder)
-
-
-@cache
-def _delete_unused(root: Path) -> None:
-    """Delete the code of states that has served nobody for long, as far as it can be; once a process.
-
-    Other processes may do the same meanwhile, or need just what is deleted: they compile it anew.
-    """
-    oldest = time.time() - _KEPT_UNUSED
-    for folder in root.glob("[0-9a-f]" * 16):
-        with suppress(OSError):  # others delete it, too, or something in it is not ours
-            if folder.stat().st_mtime < oldest:
-                for file in folder.iterdir():
-                    if file.suffix in _SUFFIXES:
-                        file.unlink(missing_ok=True)
-                folder.rmdir()
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[None]:
-    """Says what is being compiled, which of how many, and how long it has taken: the first start on a machine is long."""
-    global _seconds, _num_compiled
-    number = _num_compiled + 1
-    which = f"{number} of {max(_num_missing, number)}"
-    start = time.perf_counter()
-    if sys.stderr.isatty():
-        what = f"compiling kernels for this machine, once: {which}, {_seconds:.0f} s so far: {name}"
-        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)  # over the line before
-    yield
-    _seconds += time.perf_counter() - start
-    _num_compiled = number
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    logger.info(
-        "compiled %s: %.1f s, %.1f s so far, kept in %s", name, time.perf_counter() - start, _seconds, cache_folder()
-    )
 
 
 def _load(code: bytes) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..ops import Array
-from .code import announce
+from .code import folder
 from .kernel import JIT_IS_DISABLED, Kernel
 
 _STATE_WORDS, _ROW_WORDS = 64, 8  #: of native/team.py
@@ -58,7 +58,7 @@ class Program:
         calls = zip(self._calls, starts, strict=False)
         needed = {_WORK, _LEAD, _STOP, *(call[0] for call in self._calls)}
         if not all(kernel.is_loaded for kernel in needed):
-            announce(kernel.identity for kernel in needed)
+            folder.announce(kernel.identity for kernel in needed)
         rows = [(kernel.address, base + 8 * start, pieces) for (kernel, _, _, pieces), start in calls]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
 

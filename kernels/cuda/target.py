@@ -7,9 +7,7 @@ of this module.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,10 +33,7 @@ if SIMULATED:
 
     simulator.install()
 else:
-    from .gpu_array import GpuArray
-
-    # A grid smaller than the GPU is normal when one token is decoded.
-    warnings.filterwarnings("ignore", message="Grid size .* under-utilization")
+    from .launcher import launch_compiled
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -70,27 +65,19 @@ def divide(a: Any, b: Any) -> Any:
     return int32(uint32(a) // uint32(b))
 
 
-def launch(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int, *args: Any) -> None:
+def launch(function: Any, grid: tuple[int, ...], threads: int, *args: Any) -> None:
     """Launch a kernel on the current CuPy stream; nothing to do is no launch (CUDA refuses an empty grid).
 
     Scalars must be Python ints or NumPy float32: a Python float would make the arithmetic float64.
     """
     if 0 in grid:
         return
-    arguments = tuple(_argument(arg) for arg in args)
     if SIMULATED:
-        function[grid, threads](*arguments)
+        # Arrays that are on the device already: others are copied there and back for each launch.
+        on_device = (FakeCUDAArray(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
+        function[grid, threads](*on_device)
     else:
-        import cupy
-
-        _launcher(function, grid, threads, cupy.cuda.get_current_stream().ptr)(*arguments)
-
-
-@lru_cache(4096)
-def _launcher(function: Any, grid: tuple[int, ...], threads: tuple[int, ...] | int, stream: int) -> Callable[..., None]:
-    """What launches a kernel on the stream at an address of CuPy's, 0 for the default one."""
-    launcher: Callable[..., None] = function[grid, threads, cuda.external_stream(stream) if stream else 0]
-    return launcher
+        launch_compiled(function, grid, threads, args)
 
 
 def blocks_for(n: int, per_block: int) -> int:
@@ -135,13 +122,6 @@ def scratch(name: str, num_floats: int) -> Array:
     if not kept or kept[-1].size < num_floats:
         kept.append(cupy.empty(1 << (num_floats - 1).bit_length(), np.float32))
     return kept[-1]
-
-
-def _argument(arg: Any) -> Any:
-    if isinstance(arg, int | np.generic):
-        return arg
-    # In the simulator an array that is on the device already: others are copied there and back for each launch.
-    return FakeCUDAArray(arg) if SIMULATED else GpuArray(arg)
 
 
 def is_capturing() -> bool:

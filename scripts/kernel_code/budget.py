@@ -9,6 +9,7 @@ from .compiler import Capability, KernelCode
 from .specimens import Specimen
 
 MULTIPROCESSORS = 132  #: of an H100 or H200
+LEAST_OCCUPANCY = 0.5  #: warps that a multiprocessor must hold of a kernel, as a fraction of those that it can
 WARP, REGISTERS, MAX_WARPS, MAX_BLOCKS = 32, 65536, 64, 32  #: of a multiprocessor, both generations
 REGISTER_UNIT = 256  #: registers of a warp are given in multiples of it
 RESERVED_SHARED = 1024  #: bytes of shared memory that the system takes of each block
@@ -39,6 +40,8 @@ class Measured(NamedTuple):
         code, specimen = self.code, self.specimen
         if code.spill_bytes or code.stack_bytes:
             yield f"{code.spill_bytes} bytes of spills, {code.stack_bytes} of stack; allowed: none"
+        if code.parameters != specimen.parameters:
+            yield f"parameters {code.parameters}, of which a launch passes {specimen.parameters}"
         if code.float64_instructions:
             yield f"{code.float64_instructions} float64 instructions; allowed: none"
         if specimen.wide_loads and not code.wide_loads:
@@ -47,7 +50,7 @@ class Measured(NamedTuple):
             yield "no tensor-core instruction"
         if code.shared_bytes > MAX_STATIC_SHARED:
             yield f"{code.shared_bytes:,} bytes of shared memory; allowed: at most {MAX_STATIC_SHARED:,}"
-        if self.occupancy < specimen.least_occupancy:
-            yield f"occupancy {self.occupancy:.0%}; wanted: at least {specimen.least_occupancy:.0%}"
+        if self.occupancy < LEAST_OCCUPANCY:
+            yield f"occupancy {self.occupancy:.0%}; wanted: at least {LEAST_OCCUPANCY:.0%}"
         if specimen.fills_gpu and (specimen.launch is None or specimen.launch.blocks < MULTIPROCESSORS):
             yield f"its launch has fewer blocks than {MULTIPROCESSORS} multiprocessors"

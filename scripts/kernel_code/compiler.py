@@ -22,6 +22,7 @@ from unittest import mock
 from .specimens import Specimen
 
 Capability = tuple[int, int]
+_PARAMETERS = {"u64": "q", "f32": "f"}  #: by their types in PTX
 CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0))
 
 
@@ -35,6 +36,7 @@ class KernelCode(NamedTuple):
     float64_instructions: int
     wide_loads: int  #: instructions that read 16 bytes of global memory
     tensor_core_instructions: int
+    parameters: str  #: a character each: "q" for 64 bits, "f" for a float32
 
 
 def missing() -> str | None:
@@ -77,6 +79,7 @@ def compile_kernel(specimen: Specimen, capability: Capability) -> KernelCode:
         float64_instructions=instructions(r"\b(?:DADD|DMUL|DFMA|DSETP|DMMA|F2F\S*\.F64\S*|I2F\.F64|MUFU\S*64H)\b"),
         wide_loads=instructions(r"\bLDG\S*\.128\b"),
         tensor_core_instructions=instructions(r"\bHMMA\b"),
+        parameters="".join(_PARAMETERS[kind] for kind in re.findall(r"\.param \.(\w+) \S+_param_\d+", ptx)),
     )
 
 

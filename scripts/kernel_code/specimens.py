@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
+from minipage.kernels.cuda.launcher import INTEGER, SINGLE, layout
+
 F32, F16, BF16, I8, U8 = types.float32, types.float16, types.uint16, types.int8, types.uint8
 I32, I64, U32, U64 = types.int32, types.int64, types.uint32, types.uint64
 
@@ -32,7 +34,18 @@ class Specimen(NamedTuple):
     tensor_cores: bool = False  #: must multiply on tensor cores
     launch: Launch | None = None
     fills_gpu: bool = False  #: its launch must have a block for each multiprocessor
-    least_occupancy: float = 0.5  #: warps that a multiprocessor must hold, as a fraction of those that it can
+
+    @property
+    def parameters(self) -> str:
+        """What a launch passes, as :func:`minipage.kernels.cuda.launcher.layout` has it."""
+        return layout(tuple(map(_kind, self.signature)))
+
+
+def _kind(argument: Any) -> Any:
+    """The kind of an argument at a launch; of an array's, dimensions are what matters here."""
+    if isinstance(argument, types.Array):
+        return "", argument.ndim, True
+    return SINGLE if argument == F32 else INTEGER
 
 
 def array(dtype: Any, ndim: int, layout: str = "C") -> Any:

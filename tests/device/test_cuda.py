@@ -159,42 +159,6 @@ def test_the_simulated_device_runs_ops_on_numpy_arrays() -> None:
     assert 0 < device.free_memory() <= device.total_memory()
 
 
-A_GPU_ARRAY_AT_A_LAUNCH = """
-from types import SimpleNamespace
-import numpy as np
-from numba.cuda import dispatcher
-from numba.cuda.typing.typeof import Purpose, typeof
-from minipage.kernels.cuda import target
-
-class OnGpu:  # as CuPy's
-    def __init__(self, a):
-        self.size, self.dtype, self.ndim, self.shape, self.strides = a.size, a.dtype, a.ndim, a.shape, a.strides
-        self.flags, self.data = a.flags, SimpleNamespace(ptr=4096)
-        strides = None if a.flags.c_contiguous else a.strides
-        self.__cuda_array_interface__ = dict(
-            shape=a.shape, typestr=a.dtype.str, data=(4096, False), version=3, strides=strides, stream=7)
-
-for array in (np.zeros((4, 6), np.float32), np.zeros((4, 6), np.float16)[:, :3], np.zeros(4, np.uint16)):
-    argument, passed = target._argument(OnGpu(array)), []
-    kind = typeof(argument, Purpose.argument)
-    assert kind == typeof(OnGpu(array), Purpose.argument)
-    dispatcher._Kernel._prepare_args(SimpleNamespace(extensions=[]), kind, argument, 0, [], passed)
-    print(kind, *passed)
-"""
-
-
-def test_gpu_arrays_reach_kernels_without_a_synchronisation() -> None:
-    """What a launch passes on for a CuPy array is typed as that array is, and Numba need not ask the driver about it: it takes
-    no memory management, size, bytes of an element, address, shape and strides.
-    """
-    pytest.importorskip("numba_cuda")
-    assert run_python(A_GPU_ARRAY_AT_A_LAUNCH).splitlines() == [
-        "array(float32, 2d, C) 0 0 24 4 4096 4 6 24 4",
-        "array(float16, 2d, A) 0 0 12 2 4096 4 3 12 2",
-        "array(uint16, 1d, C) 0 0 4 2 4096 4 2",
-    ]
-
-
 # ---- what needs no GPU to be wrong -----------------------------------------------------------------------------------
 
 

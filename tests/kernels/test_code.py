@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minipage.kernels.cpu.code import cache_folder
+from minipage.kernels.cpu.code import folder
 from minipage.kernels.cpu.isa import level
 from minipage.kernels.cpu.kernel import JIT_IS_DISABLED
 
@@ -82,12 +82,12 @@ def test_where_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In MINIPAGE_KERNEL_CACHE, else in a folder in XDG_CACHE_HOME, else in one in ~/.cache."""
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("MINIPAGE_KERNEL_CACHE", "~/kernels")
-    assert cache_folder().parent == Path("/home/somebody/kernels")
+    assert folder.path.parent == Path("/home/somebody/kernels")
     monkeypatch.delenv("MINIPAGE_KERNEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    assert cache_folder().parent == Path("/var/cache/minipage/kernels")
+    assert folder.path.parent == Path("/var/cache/minipage/kernels")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder().parent == Path("/home/somebody/.cache/minipage/kernels")
+    assert folder.path.parent == Path("/home/somebody/.cache/minipage/kernels")
 
 
 def test_how_many_kernels_are_compiled_is_said_before(tmp_path: Path) -> None:

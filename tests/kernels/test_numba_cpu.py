@@ -15,7 +15,7 @@ from helpers.paged import Problem
 
 from minipage.device import open_device
 from minipage.kernels import cpu
-from minipage.kernels.cpu.code import source_state
+from minipage.kernels.code_folder import source_state
 from minipage.kernels.dtypes import to_float32
 from minipage.kernels.ops import ACTIVATIONS, WEIGHT_KINDS
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from struct import Struct
 from types import FunctionType
@@ -125,10 +124,12 @@ def _numba_type(kind: str | ArrayKind) -> Any:
 
 
 def _state() -> str:
+    import numba
+    import numba_cuda
     from cupy.cuda import runtime
 
-    versions = (metadata.version(package) for package in ("numba", "numba-cuda"))
-    return source_state(Path(__file__).parent.parent, *versions, runtime.driverGetVersion())
+    versions = numba.__version__, numba_cuda.__version__, runtime.driverGetVersion()
+    return source_state(Path(__file__).parent.parent, *versions)
 
 
 _folder = CodeFolder(_state, ".cubin")

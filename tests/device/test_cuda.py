@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,103 +187,11 @@ def test_few_sizes_serve_all_batches() -> None:
     assert all((_recorded_rows(rows, 4096) or 0) < rows + (8 if rows <= 64 else 32) for rows in range(1, 257))
 
 
-class FakeStream:
-    """Notes what is asked of a stream."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def begin_capture(self) -> None:
-        self.calls.append("begin")
-
-    def end_capture(self) -> Any:
-        self.calls.append("end")
-        return SimpleNamespace(launch=lambda: self.calls.append("launch"))
-
-
 def unopened_device(xp: Any) -> Any:
     """A CUDA device on a stand-in for CuPy."""
     device = object.__new__(cuda.CudaDevice)
-    device.xp, device._stream, device._unread = xp, FakeStream(), []
+    device.xp = xp
     return device
-
-
-def test_ops_are_recorded_after_a_first_run() -> None:
-    """What a first call compiles or allocates cannot be captured; each run is then one launch."""
-    device = unopened_device(None)
-    calls = device._stream.calls
-    run = device.record(lambda: calls.append("ops"))
-    assert calls == ["ops", "synchronize", "begin", "ops", "end"]
-    run()
-    run()
-    assert calls[5:] == ["launch", "launch"]
-
-
-def test_an_error_while_recording_ends_the_capture() -> None:
-    """A stream that is left capturing could not be used any more."""
-    device = unopened_device(None)
-    runs = iter([None, ValueError("refused")])
-
-    def ops() -> None:
-        if error := next(runs):
-            raise error
-
-    with pytest.raises(ValueError, match="refused"):
-        device.record(ops)
-    assert device._stream.calls[-1] == "end"
-
-
-def test_why_a_capture_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op that must not be captured raises, and then the end of the capture does; the first of them says what is wrong."""
-    device = unopened_device(None)
-    runs = iter([None, RuntimeError("an op that waits")])
-
-    def ops() -> None:
-        if error := next(runs):
-            raise error
-
-    def end_capture(stream: FakeStream) -> Any:
-        raise RuntimeError("the capture is not valid")
-
-    monkeypatch.setattr(FakeStream, "end_capture", end_capture)
-    with pytest.raises(RuntimeError, match="an op that waits"):
-        device.record(ops)
-
-
-class FakeEvent:
-    """An event that happens when it is told to."""
-
-    made: ClassVar[list[FakeEvent]] = []
-
-    def __init__(self, disable_timing: bool) -> None:
-        self.done = False
-        self.made.append(self)
-
-    def record(self, stream: Any) -> None:
-        pass
-
-
-def test_memory_of_copies_that_nobody_waits_for_is_kept_until_they_have_happened() -> None:
-    """Else a copy that is still to come would write into what is another's by then."""
-    cuda_module = SimpleNamespace(Event=FakeEvent, alloc_pinned_memory=lambda size: bytearray(size))
-    device = unopened_device(SimpleNamespace(cuda=cuda_module))
-    array = SimpleNamespace(nbytes=8, dtype=np.int32, shape=(2,), get=lambda **options: taken.append(options["out"]))
-    taken: list[np.ndarray] = []
-    for _ in range(3):
-        device.fetch(array)
-    kept = weakref.ref(taken.pop(0)), weakref.ref(taken.pop(0))
-    FakeEvent.made[0].done = True
-    device.fetch(array)
-    assert kept[0]() is None and kept[1]() is not None
-
-
-def test_a_pool_on_the_host_may_be_empty() -> None:
-    """CuPy finds no device for memory of no bytes, which is nowhere: nothing is pinned for it."""
-    device = unopened_device(np)
-    assert device.empty_host((2, 0, 3), np.float16).shape == (2, 0, 3)
 
 
 def fake_memory(free: int, total: int, pooled: int = 0) -> Any:

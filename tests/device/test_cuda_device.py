@@ -1,149 +1,213 @@
-"""A CUDA device as far as it can be wrong without a GPU: on stand-ins for CuPy's streams, events and arrays."""
+"""A CUDA device as far as it can be wrong without a GPU: on a stand-in where all happens as late as CUDA allows."""
 
 from __future__ import annotations
 
-import weakref
+import gc
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import fake_cupy
+from helpers.fake_gpu import Gpu, GpuError
 
-from minipage.device import Communicator, cuda
-
-
-class FakeStream:
-    """A stream on which copies are made as late as can be; it notes who makes it the current one."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.queue: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self.calls.append("stream")
-
-    def __exit__(self, *error: Any) -> None:
-        self.calls.append("left")
-
-    def synchronize(self) -> None:
-        pass
-
-    def begin_capture(self) -> None:
-        pass
-
-    def end_capture(self) -> Any:
-        return SimpleNamespace(launch=None)
+from minipage.device import Communicator, cuda, open_device
 
 
-def unopened_device(xp: Any) -> Any:
-    """A CUDA device on a stand-in for CuPy."""
-    device = object.__new__(cuda.CudaDevice)
-    device.xp, device._stream, device._unread = xp, FakeStream(), []
-    return device
+@pytest.fixture
+def device(gpu: Gpu) -> Any:
+    return open_device("cuda")
 
 
-def test_a_recording_keeps_its_arrays() -> None:
-    """A graph knows addresses alone: were the arrays freed, it would write to what others have by then."""
-    device, array = unopened_device(None), np.zeros(3)
-    kept = weakref.ref(array)
-    run = device.record(partial(array.fill, 1))
-    del array
-    assert kept() is not None
-    del run
-    assert kept() is None
+def numbers(device: Any, *values: float) -> Any:
+    """A row of float32 on the device."""
+    return device.array(np.array([values], np.float32))
 
 
-class FakeEvent:
-    """It has happened when all has that was on its stream when it was recorded."""
-
-    def __init__(self, disable_timing: bool) -> None:
-        self.due: list[Callable[[], None]] = []
-        self.done = False
-
-    def record(self, stream: FakeStream) -> None:
-        self.due = list(stream.queue)
-
-    def synchronize(self) -> None:
-        for copy in self.due:
-            copy()
+def adding(device: Any, x: Any, y: Any) -> Callable[[], None]:
+    """x += y"""
+    return lambda: device.ops.add(x, x, y)
 
 
-class FakeArray:
-    """An array on a GPU."""
-
-    def __init__(self, contents: np.ndarray) -> None:
-        self.contents, self.nbytes = contents, contents.nbytes
-        self.dtype, self.shape = contents.dtype, contents.shape
-
-    def set(self, source: np.ndarray, stream: FakeStream) -> None:
-        stream.queue.append(lambda: self.contents.__setitem__(..., source))
-
-    def get(self, stream: FakeStream, out: np.ndarray, blocking: bool) -> None:
-        assert not blocking
-        contents = self.contents.copy()
-        stream.queue.append(lambda: out.__setitem__(..., contents))
+# ---- recordings ------------------------------------------------------------------------------------------------------
 
 
-def fake_copies() -> Any:
-    """CuPy as far as copies need it."""
-    return SimpleNamespace(cuda=SimpleNamespace(Event=FakeEvent, alloc_pinned_memory=bytearray))
-
-
-def test_who_waits_for_a_copy_waits_for_all_of_it() -> None:
-    """Copies either way go to the device's stream, and what is waited for comes after them there."""
-    device, array = unopened_device(fake_copies()), FakeArray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    read = device.fetch(array)
-    assert len(device._stream.queue) == 1
-    assert read().tolist() == [[0, 1, 2], [3, 4, 5]] and read().dtype == np.float32
-    source = device.staging(24).view(np.float32).reshape(2, 3)
-    source[:] = 7
-    wait = device.send(array, source)
-    assert len(device._stream.queue) == 2
-    wait()
-    assert array.contents.tolist() == [[7, 7, 7], [7, 7, 7]]
-
-
-def test_ops_run_on_the_devices_own_gpu_and_stream() -> None:
-    """Both are the current ones of the thread meanwhile."""
-    device = unopened_device(None)
-    device._device = FakeStream()
+def test_ops_run_once_when_they_are_recorded_and_once_whenever_they_are_run(device: Any) -> None:
+    """What a first call compiles or allocates cannot be captured; capturing runs nothing."""
+    x, one = numbers(device, 0, 10), numbers(device, 1, 1)
     with device.compute():
-        assert device._device.calls == device._stream.calls == ["stream"]
-    assert device._device.calls == device._stream.calls == ["stream", "left"]
+        run = device.record(adding(device, x, one))
+        assert device.host(x).tolist() == [[1, 11]]
+        run()
+        run()
+        assert device.host(x).tolist() == [[3, 13]]
 
 
-def test_a_pool_on_the_host_is_pinned_as_long_as_it_is_used() -> None:
-    """The array owns the memory that it was made from."""
-    taken: list[Any] = []
+def test_a_recording_may_allocate_at_its_first_run_only(device: Any) -> None:
+    """Scratch memory of ops, for instance, which is there from then on."""
+    kept: list[Any] = []
 
-    def pin(size: int) -> Any:
-        taken.append(SimpleNamespace(ptr=4096, size=size))
-        return taken[-1]
+    def once() -> None:
+        if not kept:
+            kept.append(device.empty((1, 4), np.float32))
+        device.ops.add(x, x, kept[0])
 
-    memory = SimpleNamespace(PinnedMemory=pin, UnownedMemory=lambda *given: given, MemoryPointer=lambda *given: given)
-    device = unopened_device(SimpleNamespace(cuda=memory, ndarray=lambda *given: given))
-    shape, dtype, ((pointer, size, owner), offset) = device.empty_host([2, 3, 4], np.float16)
-    assert (shape, dtype, pointer, offset) == ((2, 3, 4), np.float16, 4096, 0)
-    assert size == taken[0].size == 48 and owner is taken[0]
+    x = numbers(device, 0, 0, 0, 0)
+    with device.compute():
+        device.record(once)
+        with pytest.raises(GpuError, match="taking memory while a stream is captured"):
+            device.record(lambda: device.ops.add(x, x, device.empty((1, 4), np.float32)))
+
+
+@pytest.mark.parametrize("fails_at_end", [False, True])
+def test_a_recording_that_fails_says_why_and_leaves_the_device_in_use(
+    device: Any, fails_at_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is left capturing could not be used any more; and where its end fails as well, that is not why."""
+    x, one = numbers(device, 0), numbers(device, 1)
+    runs, end = iter([None, ValueError("refused")]), fake_cupy.Stream.end_capture
+
+    def ops() -> None:
+        if error := next(runs):
+            raise error
+
+    def ending(stream: Any) -> Any:
+        end(stream)
+        raise RuntimeError("the capture is not valid")
+
+    if fails_at_end:
+        monkeypatch.setattr(fake_cupy.Stream, "end_capture", ending)
+    with device.compute():
+        with pytest.raises(ValueError, match="refused"):
+            device.record(ops)
+        adding(device, x, one)()
+        assert device.host(x).tolist() == [[1]]
+
+
+def test_a_recording_keeps_its_arrays(device: Any) -> None:
+    """A graph knows addresses alone: were the arrays freed, it would write to what others have by then."""
+    x = numbers(device, 1)
+    with device.compute():
+        run = device.record(adding(device, x, numbers(device, 2)))
+        gc.collect()
+        run()
+    assert device.host(x).tolist() == [[5]]
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_come_in_order_among_ops(device: Any) -> None:
+    """What is sent is there before the next op; what is fetched is what the ops so far have made, whatever comes then."""
+    x, source = numbers(device, 0, 0), device.staging(8).view(np.float32).reshape(1, 2)
+    with device.compute():
+        adding(device, x, x)()
+        source[:] = 1, 2
+        device.send(x, source)
+        adding(device, x, x)()
+        read = device.fetch(x)
+        adding(device, x, x)()
+        source[:] = 0
+        later = device.fetch(x)
+    assert later().tolist() == [[0, 0]]  # nobody waited before the source was changed
+    assert read().tolist() == [[0, 0]]
+
+
+def test_what_was_sent_may_change_when_it_was_waited_for(device: Any) -> None:
+    """Not before: the copy need not have begun."""
+    x, source = numbers(device, 0, 0), device.staging(8).view(np.float32).reshape(1, 2)
+    source[:] = 1, 2
+    wait = device.send(x, source)
+    wait()
+    source[:] = 3
+    assert device.host(x).tolist() == [[1, 2]]
+
+
+def test_what_is_fetched_is_its_readers(device: Any) -> None:
+    """Later copies go to other memory, and one that nobody reads to none that is another's by then."""
+    x, one = numbers(device, 5, 6), numbers(device, 1, 1)
+    with device.compute():
+        read = device.fetch(x)
+        for _ in range(3):
+            adding(device, x, one)()
+            device.fetch(x)
+        gc.collect()
+        last = device.fetch(x)
+    assert last().tolist() == [[8, 9]] and read().tolist() == [[5, 6]] and read().dtype == np.float32
+    assert device.fetch(x)().tolist() == [[8, 9]] and len(device._unread) <= 2
+
+
+def test_the_host_waits_for_what_it_reads(device: Any) -> None:
+    """On whichever stream that comes."""
+    x, one = numbers(device, 5), numbers(device, 1)
+    with device.compute():
+        adding(device, x, one)()
+    assert device.host(x).tolist() == [[6]]
+
+
+def test_ops_run_on_the_devices_own_stream(device: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the current one of the thread meanwhile, on the device's GPU; nothing waits for all that the device does."""
+    calls: list[str] = []
+    monkeypatch.setattr(fake_cupy.Device, "__enter__", lambda _: calls.append("entered"))
+    monkeypatch.setattr(fake_cupy.Device, "__exit__", lambda _, *error: calls.append("left"))
+    with device.compute():
+        assert gpu.current == device._stream.ptr != 0 and calls == ["entered"]
+    assert gpu.current == 0 and calls == ["entered", "left"]
+
+
+def test_waiting_for_the_device_is_waiting_for_all(device: Any, gpu: Gpu) -> None:
+    x = numbers(device, 1)
+    with device.compute():
+        adding(device, x, x)()
+    assert np.isnan(x.here).all()
+    device.synchronize()
+    assert x.here.tolist() == [[2]]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_on_the_host_is_pinned_as_long_as_it_is_used(device: Any, gpu: Gpu) -> None:
+    """Kernels read and write it, and it takes as many bytes as it has; none are pinned for an empty one."""
+    before = gpu.held_bytes
+    pool, x = device.empty_host([1, 3], np.float32), numbers(device, 1, 2, 3)
+    assert gpu.held_bytes - before == 2 * x.nbytes
+    gc.collect()
+    with device.compute():
+        device.ops.add(pool, x, x)
+        adding(device, x, pool)()
+    assert device.host(x).tolist() == [[3, 6, 9]]
+    del pool
+    assert gpu.held_bytes - before == x.nbytes
+    assert device.empty_host((2, 0, 3), np.float16).shape == (2, 0, 3)
+
+
+def test_a_closed_device_keeps_no_memory(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CuPy's pool holds and nobody uses goes back to the GPU."""
+    freed: list[str] = []
+    monkeypatch.setattr(device.xp.get_default_memory_pool(), "free_all_blocks", lambda: freed.append("all"))
+    device.close()
+    assert freed == ["all"]
+
+
+def test_numbers_of_the_gpu_do_not_reach_the_host_unseen(device: Any) -> None:
+    """Each would wait for all that is on a stream."""
+    x = numbers(device, 1, 2)
+    for use in (np.asarray, bool, lambda x: x == 1, lambda x: x + np.ones(2, np.float32), lambda x: np.add(x, 1)):
+        with pytest.raises(TypeError):
+            use(x)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_gpus_talk_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI would take their arrays for host memory. A rank alone needs none of it."""
     made: list[Any] = []
     monkeypatch.setattr(cuda, "NcclCommunicator", lambda mpi: made.append(mpi) or "nccl")
-    device, communicator = unopened_device(None), object.__new__(cuda.MpiCommunicator)
+    device, communicator = object.__new__(cuda.CudaDevice), object.__new__(cuda.MpiCommunicator)
     communicator.mpi = "world"
     device.join(communicator)
     assert device.communicator == "nccl" and made == ["world"]
     device.join(alone := Communicator())
     assert device.communicator is alone and made == ["world"]
-
-
-def test_a_closed_device_keeps_no_memory() -> None:
-    """What CuPy's pool holds and nobody uses goes back to the GPU."""
-    freed: list[str] = []
-    pool = SimpleNamespace(free_all_blocks=lambda: freed.append("all"))
-    unopened_device(SimpleNamespace(get_default_memory_pool=lambda: pool)).close()
-    assert freed == ["all"]

@@ -1,0 +1,229 @@
+"""CuPy, as far as minipage uses it, on a :mod:`.fake_gpu`; with the kernels in Numba's simulator ``device="cuda"`` runs on it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .fake_arrays import Array, new_array
+from .fake_gpu import Gpu, Graph, Memory, Step, Work, check_launch
+
+FREE, TOTAL = 3 << 28, 1 << 30  #: bytes of the GPU's memory
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+class _Arrays:
+    """Functions of the module ``cupy``."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def empty(self, shape: Any, dtype: Any = float) -> Array:
+        return new_array(self._gpu, shape, dtype)
+
+    def zeros(self, shape: Any, dtype: Any = float) -> Array:
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        return array
+
+    def asarray(self, host: Any) -> Array:
+        if isinstance(host, Array):
+            return host
+        array = self.empty(host.shape, host.dtype)
+        array.set(np.array(host, order="C"))
+        return array
+
+    def asnumpy(self, array: Array) -> np.ndarray:
+        return array.get()
+
+    def maximum(self, x: Array, least: int, *, out: Array) -> None:
+        assert isinstance(x, Array) and isinstance(out, Array) and type(least) is int and out.dtype == x.dtype
+        here, there = x.here, out.here
+        x._put("maximum", lambda: np.maximum(here, least, out=there), out)
+
+    def ndarray(self, shape: tuple[int, ...], dtype: Any, memptr: MemoryPointer) -> Array:
+        strides = np.broadcast_to(np.zeros((), dtype), shape).copy().strides
+        return Array(self._gpu, memptr, *self._gpu.view(memptr.ptr, shape, dtype, strides))
+
+
+class MemoryPointer:
+    """A place in memory, which is kept."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+class UnownedMemory:
+    """Memory of an owner, who is kept."""
+
+    def __init__(self, ptr: int, size: int, owner: Any) -> None:
+        if ptr == 0:
+            raise RuntimeError("UnownedMemory requires explicit device ID for a null pointer.")
+        self.ptr, self.size, self.owner = ptr, size, owner
+
+
+def _pinned_buffer(gpu: Gpu, size: int) -> Any:
+    """Pinned bytes as a buffer, which keeps them, as NumPy arrays made from it do (of an array they would keep the root only)."""
+    memory = Memory(gpu, max(1 << (size - 1).bit_length(), 512))  # as CuPy's pool does
+    buffer = (ctypes.c_uint8 * memory.size).from_buffer(memory.block.bytes)
+    buffer.memory, buffer.ptr = memory, memory.ptr
+    return buffer
+
+
+class Stream:
+    """A stream of its own."""
+
+    def __init__(self, gpu: Gpu, non_blocking: bool = False) -> None:
+        self._gpu, self.ptr = gpu, gpu.new_stream(not non_blocking)
+        weakref.finalize(self, gpu.end_stream, self.ptr).atexit = False
+
+    def __enter__(self) -> Stream:
+        self._gpu.enter(self.ptr)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._gpu.leave()
+
+    def synchronize(self) -> None:
+        self._gpu.wait_for(self.ptr)
+
+    def begin_capture(self) -> None:
+        self._gpu.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        return Graph(self._gpu, self._gpu.end_capture(self.ptr))
+
+
+class Event:
+    """When all has happened that was on a stream."""
+
+    def __init__(self, gpu: Gpu, disable_timing: bool = False) -> None:
+        self._gpu = gpu
+        self._work: Work | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._gpu.refuse_in_capture("recording an event")
+        self._work = self._gpu.put(self._gpu.current if stream is None else stream.ptr, Step("an event", lambda: None))
+
+    @property
+    def done(self) -> bool:
+        return self._work is None or self._work.is_done
+
+    def synchronize(self) -> None:
+        self._gpu.refuse_in_capture("waiting for an event")
+        self._gpu.finish(self._work)
+
+
+class Device:
+    """The only GPU."""
+
+    id, compute_capability = 0, "90"
+
+    def __init__(self, gpu: Gpu, number: int | None = None) -> None:
+        assert number in (None, 0)
+        self._gpu = gpu
+
+    def use(self) -> None:
+        pass
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self._gpu.wait_for_all()
+
+
+def modules(gpu: Gpu) -> dict[str, Any]:
+    """``cupy`` and its parts, by the names that they are imported by."""
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        runtimeGetVersion=lambda: 13000,
+        driverGetVersion=lambda: 13000,
+        memGetInfo=lambda: (FREE, TOTAL),
+    )
+    pool = SimpleNamespace(
+        free_bytes=lambda: 0, used_bytes=lambda: 0, free_all_blocks=lambda: gpu.refuse_in_capture("giving memory back")
+    )
+    arrays = _Arrays(gpu)
+    cupy = ModuleType("cupy")
+    cupy.__spec__ = ModuleSpec("cupy", None)
+    for name in ("empty", "zeros", "asarray", "asnumpy", "maximum", "ndarray"):
+        setattr(cupy, name, getattr(arrays, name))
+    cupy.get_default_memory_pool = lambda: pool
+    cupy.cuda = SimpleNamespace(
+        Stream=partial(Stream, gpu),
+        Event=partial(Event, gpu),
+        Device=partial(Device, gpu),
+        PinnedMemory=partial(Memory, gpu),
+        alloc_pinned_memory=partial(_pinned_buffer, gpu),
+        UnownedMemory=UnownedMemory,
+        MemoryPointer=MemoryPointer,
+        get_device_id=lambda: 0,
+        get_current_stream=lambda: SimpleNamespace(
+            ptr=gpu.current, is_capturing=lambda: gpu.lines[gpu.current].captured is not None
+        ),
+        memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+        runtime=runtime,
+    )
+    return {"cupy": cupy, "cupy.cuda": cupy.cuda}
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Let ``device="cuda"`` be a fake GPU from now on, until ``monkeypatch`` is undone."""
+    from minipage.device import cuda, open_device
+
+    open_device("cuda-sim")  # turns the simulator on, or says why it cannot be
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+    from numba.cuda.simulator.kernel import FakeCUDAKernel
+
+    from minipage.kernels.cuda import target
+    from minipage.kernels.cuda.gpu_array import GpuArray
+
+    gpu, run_now = Gpu(), FakeCUDAKernel.__getitem__
+
+    def configured(function: Any, configuration: tuple[Any, ...]) -> Callable[..., None]:
+        grid, threads, stream = configuration
+        threads = threads if isinstance(threads, tuple) else (threads,)
+        check_launch(grid, threads)
+
+        def launch(*arguments: Any) -> None:
+            values, blocks = [], []
+            for each in arguments:
+                if isinstance(each, GpuArray):
+                    here, block = gpu.view(each.ptr, each.shape, each.dtype, each.strides_in_bytes)
+                    values.append(FakeCUDAArray(here))
+                    blocks.append(block)
+                else:
+                    assert type(each) in (int, np.float32), each
+                    values.append(each)
+            name = function.py_func.__name__
+            gpu.put(stream, Step(name, lambda: run_now(function, (grid, threads))(*values), blocks))
+
+        return launch
+
+    for name, module in modules(gpu).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(cuda, "_simulator_is_on", lambda: False)
+    monkeypatch.setattr(FakeCUDAKernel, "__getitem__", configured)
+    monkeypatch.setattr(target.cuda, "external_stream", lambda address: address)
+    jit = target.cuda.jit
+    monkeypatch.setattr(target.cuda, "jit", lambda *given, launch_bounds=None, **options: jit(*given, **options))
+    # What was decided when the simulator was turned on, and what is kept from launch to launch.
+    monkeypatch.setattr(target, "SIMULATED", False)
+    monkeypatch.setattr(target, "GpuArray", GpuArray, raising=False)
+    monkeypatch.setattr(target, "_launcher", lru_cache(4096)(target._launcher.__wrapped__))
+    monkeypatch.setattr(target, "_scratch", {})
+    return gpu

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -187,43 +186,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     open_device("cuda-sim")  # turns the simulator on, or says why it cannot be
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-    from numba.cuda.simulator.kernel import FakeCUDAKernel
 
     from minipage.kernels.cuda import target
-    from minipage.kernels.cuda.gpu_array import GpuArray
 
-    gpu, run_now = Gpu(), FakeCUDAKernel.__getitem__
+    gpu = Gpu()
 
-    def configured(function: Any, configuration: tuple[Any, ...]) -> Callable[..., None]:
-        grid, threads, stream = configuration
-        threads = threads if isinstance(threads, tuple) else (threads,)
-        check_launch(grid, threads)
-
-        def launch(*arguments: Any) -> None:
-            values, blocks = [], []
-            for each in arguments:
-                if isinstance(each, GpuArray):
-                    here, block = gpu.view(each.ptr, each.shape, each.dtype, each.strides_in_bytes)
-                    values.append(FakeCUDAArray(here))
-                    blocks.append(block)
-                else:
-                    assert type(each) in (int, np.float32), each
-                    values.append(each)
-            name = function.py_func.__name__
-            gpu.put(stream, Step(name, lambda: run_now(function, (grid, threads))(*values), blocks))
-
-        return launch
+    def launch(function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...]) -> None:
+        check_launch(grid, (threads,))
+        values, blocks = [], []
+        for each in arguments:
+            if isinstance(each, Array):
+                here, block = gpu.view(each.data.ptr, each.shape, each.dtype, each.strides)
+                values.append(FakeCUDAArray(here))
+                blocks.append(block)
+            else:
+                assert type(each) in (int, np.float32), each
+                values.append(each)
+        gpu.put(gpu.current, Step(function.py_func.__name__, lambda: function[grid, threads](*values), blocks))
 
     for name, module in modules(gpu).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cuda, "_simulator_is_on", lambda: False)
-    monkeypatch.setattr(FakeCUDAKernel, "__getitem__", configured)
-    monkeypatch.setattr(target.cuda, "external_stream", lambda address: address)
     jit = target.cuda.jit
     monkeypatch.setattr(target.cuda, "jit", lambda *given, launch_bounds=None, **options: jit(*given, **options))
     # What was decided when the simulator was turned on, and what is kept from launch to launch.
     monkeypatch.setattr(target, "SIMULATED", False)
-    monkeypatch.setattr(target, "GpuArray", GpuArray, raising=False)
-    monkeypatch.setattr(target, "_launcher", lru_cache(4096)(target._launcher.__wrapped__))
+    monkeypatch.setattr(target, "launch_compiled", launch, raising=False)
     monkeypatch.setattr(target, "_scratch", {})
     return gpu

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from .fake_arrays import Array, new_array
-from .fake_gpu import Gpu, Graph, Memory, Step, Work, check_launch
+from .fake_gpu import Block, Gpu, Graph, Memory, Step, Work, check_launch
 
 FREE, TOTAL = 3 << 28, 1 << 30  #: bytes of the GPU's memory
 
@@ -144,7 +146,7 @@ class Device:
         self._gpu.wait_for_all()
 
 
-def modules(gpu: Gpu) -> dict[str, Any]:
+def modules(gpu: Gpu, driver: Driver) -> dict[str, Any]:
     """``cupy`` and its parts, by the names that they are imported by."""
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 1,
@@ -176,41 +178,91 @@ def modules(gpu: Gpu) -> dict[str, Any]:
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         runtime=runtime,
     )
-    return {"cupy": cupy, "cupy.cuda": cupy.cuda}
+    backends = {name: ModuleType(name) for name in ("cupy_backends", "cupy_backends.cuda")}
+    return {"cupy": cupy, "cupy.cuda": cupy.cuda, **backends, "cupy_backends.cuda.api": SimpleNamespace(driver=driver)}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
+class Driver:
+    """CuPy's driver as far as kernels are loaded and launched; their machine code is the place that they have here."""
+
+    def __init__(self, gpu: Gpu, run_now: Callable[..., None]) -> None:
+        """``run_now`` runs a kernel for a grid, threads and NumPy arrays."""
+        self._gpu, self._run_now = gpu, run_now
+        self._kernels: list[tuple[Any, Any]] = []  #: each with the kinds of its arguments, as the launcher has them
+
+    def compile(self, function: Any, kinds: Any) -> bytes:
+        """In the place of Numba: name and machine code."""
+        self._gpu.refuse_in_capture("compiling a kernel")
+        self._kernels.append((function, kinds))
+        return b"entry\0%d" % (len(self._kernels) - 1)
+
+    def moduleLoadData(self, image: bytes) -> int:
+        self._gpu.refuse_in_capture("loading a kernel")
+        return int(image)
+
+    def moduleGetFunction(self, module: int, name: str) -> int:
+        assert name == "entry"
+        return module
+
+    def launchKernel(self, kernel: int, *numbers: int) -> None:
+        *shape, shared, stream, addresses, extra = numbers
+        assert (shared, extra) == (0, 0)
+        grid, threads = tuple(shape[:3]), tuple(shape[3:])
+        check_launch(grid, threads)
+        function, kinds = self._kernels[kernel]
+        values, blocks = self._arguments(kinds, addresses)
+        name = function.py_func.__name__
+        self._gpu.put(stream, Step(name, lambda: self._run_now(function, grid, threads, values), blocks))
+
+    def _arguments(self, kinds: Any, addresses: int) -> tuple[list[Any], list[Block]]:
+        """What the parameters are of which a list has the addresses, and the memory of the arrays among them."""
+        values: list[Any] = []
+        blocks: list[Block] = []
+        place = itertools.count()
+
+        def parameter(kind: Any = ctypes.c_int64) -> Any:
+            where = ctypes.c_uint64.from_address(addresses + 8 * next(place)).value
+            return kind.from_address(where).value
+
+        for kind in kinds:
+            if isinstance(kind, str):
+                values.append(parameter() if kind == "q" else np.float32(parameter(ctypes.c_float)))
+                continue
+            dtype, ndim, is_contiguous = kind
+            _, _, size, itemsize, pointer = (parameter() for _ in range(5))
+            shape, strides = (tuple(parameter() for _ in range(ndim)) for _ in range(2))
+            here, block = self._gpu.view(pointer, shape, np.dtype(dtype), strides)
+            assert (here.size, here.itemsize, here.flags.c_contiguous) == (size, itemsize, is_contiguous)
+            values.append(here)
+            blocks.append(block)
+        return values, blocks
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Let ``device="cuda"`` be a fake GPU from now on, until ``monkeypatch`` is undone."""
     from minipage.device import cuda, open_device
 
     open_device("cuda-sim")  # turns the simulator on, or says why it cannot be
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+    from minipage.kernels.cuda import launcher, target
 
-    from minipage.kernels.cuda import target
+    def run_now(function: Any, grid: tuple[int, ...], threads: tuple[int, ...], values: list[Any]) -> None:
+        function[grid, threads](*(target.FakeCUDAArray(v) if isinstance(v, np.ndarray) else v for v in values))
 
     gpu = Gpu()
-
-    def launch(function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...]) -> None:
-        check_launch(grid, (threads,))
-        values, blocks = [], []
-        for each in arguments:
-            if isinstance(each, Array):
-                here, block = gpu.view(each.data.ptr, each.shape, each.dtype, each.strides)
-                values.append(FakeCUDAArray(here))
-                blocks.append(block)
-            else:
-                assert type(each) in (int, np.float32), each
-                values.append(each)
-        gpu.put(gpu.current, Step(function.py_func.__name__, lambda: function[grid, threads](*values), blocks))
-
-    for name, module in modules(gpu).items():
+    driver = Driver(gpu, run_now)
+    for name, module in modules(gpu, driver).items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cuda, "_simulator_is_on", lambda: False)
+    # What was decided when the simulator was turned on, and what is kept from launch to launch.
     jit = target.cuda.jit
     monkeypatch.setattr(target.cuda, "jit", lambda *given, launch_bounds=None, **options: jit(*given, **options))
-    # What was decided when the simulator was turned on, and what is kept from launch to launch.
     monkeypatch.setattr(target, "SIMULATED", False)
-    monkeypatch.setattr(target, "launch_compiled", launch, raising=False)
+    monkeypatch.setattr(target, "launch_compiled", launcher.launch_compiled, raising=False)
     monkeypatch.setattr(target, "_scratch", {})
+    # Kernels are neither compiled nor kept in files.
+    monkeypatch.setattr(launcher, "_loaded", {})
+    monkeypatch.setattr(launcher, "_compile", driver.compile)
+    monkeypatch.setattr(launcher, "identity", lambda function, kinds: ())
+    monkeypatch.setattr(launcher, "_folder", SimpleNamespace(code=lambda compiled: compiled()))
     return gpu

@@ -15,7 +15,7 @@ Rules that hold for every op:
   with its own. int8 pages are contiguous.
 * The bits of one token's (or sequence's) result do not depend on which others share the call: ``linear`` reduces over K, and
   ``paged_attention`` over a sequence's blocks, in one fixed order. CUDA's ``linear`` has one exception: more than 256 tokens
-  and a weight that is floats are for cuBLAS, with inputs rounded to the weight's dtype.
+  are for cuBLAS, with inputs rounded to the weight's dtype, or where that is codes, both to float16.
 * Block ids times strides are computed in 64 bits. Slots that hold no token may hold NaN and change nothing.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dtypes import STORAGE
 from ..ops import PackedWeight
 from .linear_blas import linear_blas
 from .linear_few import FEW, linear_few
@@ -24,8 +23,8 @@ def linear(out: Array, x: Array, weight: PackedWeight, bias: Array | None) -> No
     kind, tokens = weight.kind, x.shape[0]
     if tokens == 0:
         return
-    if tokens > BLAS_TOKENS and kind in STORAGE and not SIMULATED and not is_capturing():
-        linear_blas(out, x, weight.arrays[0], kind, bias)
+    if tokens > BLAS_TOKENS and not SIMULATED and not is_capturing():
+        linear_blas(out, x, weight, bias)
     elif kind == "float32":
         linear_float32(out, x, weight.arrays[0], bias)
     else:

@@ -83,6 +83,8 @@ def _others(access: str) -> Iterator[Specimen]:
     for kind in linear_blas.narrow_kernels if is_wide else ("float16",):
         kernel = linear_blas.narrow_kernels[kind][access]
         yield Specimen(f"narrow {kind} {access}", kernel, (VECTOR, ROWS, I64), THREADS, is_wide)
+    for kind, kernel in linear_blas.widen_kernels.items() if is_wide else ():
+        yield Specimen(f"widen {kind}", kernel, (VECTOR, *packed(kind), I64, I64), THREADS)
     for kind in embed_kernels if is_wide else ("int4",):
         signature = (ROWS, *packed(kind), IDS)
         yield Specimen(f"embed {kind} {access}", embed_kernels[kind][access], signature, THREADS, kind in FLOATS)

@@ -150,18 +150,19 @@ class FakeBlas:
 
 
 @pytest.mark.skipif(not SIMULATED, reason="the stand-in for cuBLAS reads host memory")
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("outputs", "inputs"), [(7, 13), (16, 40)])
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(7, 13), (18, 40), (37, 72)])
 def test_what_cublas_is_asked_for(kind: str, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product, with x rounded to the weight's dtype, and the bias."""
+    """The product, with x rounded to the weight's dtype or with both in float16, some rows at a time; and the bias."""
     monkeypatch.setattr(linear_blas, "_library", lambda: (FakeBlas(), "handle"))
+    monkeypatch.setattr(linear_blas, "MOST_WIDENED", 1)
     x, rows, bias = normal(1, 3, inputs), normal(2, outputs, inputs), normal(3, outputs)
     weight = CUDA.weight(rows, kind)
     exact = x.astype(np.float64) @ CUDA.device.ops.unpack_rows(weight, 0, outputs).T
-    tolerance = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[kind]
+    tolerance = {"float32": 1e-6, "bfloat16": 8e-3}.get(kind, 1e-3)
     for b in (None, bias):
         out = np.full((3, outputs), np.nan, np.float32)
-        linear_blas.linear_blas(out, x, weight.arrays[0], kind, b)
+        linear_blas.linear_blas(out, x, weight, b)
         assert_close(out, exact if b is None else exact + b, tolerance)
 
 
@@ -174,7 +175,8 @@ def test_what_cublas_is_asked_for(kind: str, outputs: int, inputs: int, monkeypa
         (256, "bfloat16", False, "linear_many"),
         (257, "bfloat16", True, "linear_many"),
         (257, "float32", True, "linear_float32"),
-        (257, "int8", False, "linear_many"),
+        (257, "int8", False, "linear_blas"),
+        (257, "int4", True, "linear_many"),
         (9, "float16", False, "linear_many"),
         (8, "int4", False, "linear_few"),
         (1, "float32", False, "linear_float32"),
@@ -183,7 +185,7 @@ def test_what_cublas_is_asked_for(kind: str, outputs: int, inputs: int, monkeypa
 def test_which_kernel_computes(
     tokens: int, kind: str, capturing: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuBLAS for more than 256 tokens and weights that are floats, but not while a stream is captured."""
+    """cuBLAS for more than 256 tokens, but not while a stream is captured."""
     called = []
     for name in ("linear_blas", "linear_few", "linear_many", "linear_float32"):
         monkeypatch.setattr(dispatch, name, lambda *_, name=name: called.append(name))

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -28,14 +28,15 @@ _lock = threading.Lock()
 class CodeFolder:
     """The code that was compiled from one state of sources, versions and machine."""
 
-    def __init__(self, state: Callable[[], str], suffix: str) -> None:
-        """``state`` gives what identifies it, and is asked once; files end with ``suffix``."""
-        self._state, self._suffix = cache(state), suffix
+    def __init__(self, sources: Path, versions: Callable[[], tuple[object, ...]], suffix: str) -> None:
+        """Made from the sources in a folder by what has ``versions``, which are asked for once; files end with ``suffix``."""
+        self._sources, self._versions, self._suffix = sources, cache(versions), suffix
+        self._digest = source_digest(sources)  # now, since it is these that the process imports
 
     @property
     def path(self) -> Path:
         """Where it is: in a folder of MINIPAGE_KERNEL_CACHE, else of the user's cache folder."""
-        return _cache_root() / self._state()
+        return _cache_root() / _digest(self._digest + repr((sys.version, *self._versions())))
 
     def code(self, name: str, variant: str, compile: Callable[[], bytes]) -> bytes:
         """A kernel's code, by ``compile`` unless it is in the folder; ``name`` and ``variant`` say which kernel it is."""
@@ -46,14 +47,15 @@ class CodeFolder:
                 _note_use(path.parent)
                 return code
             with _one_process_at_a_time(path):
-                return _read(path) or _compile(name, compile, path)  # another process may have compiled it meanwhile
+                # Another process may have compiled it meanwhile.
+                return _read(path) or self._compile(name, compile, path)
 
     def announce(self, kernels: Iterable[tuple[str, str]]) -> None:
         """Say how many of these kernels, (name, variant) each, have to be compiled before they can be used."""
         global _num_missing
         with _lock:
             new = {self._file(*kernel) for kernel in kernels} - _announced
-            missing = sum(not path.is_file() for path in new)
+            missing = sum(not os.path.isfile(path) for path in new)  # which raises nothing
             _announced.update(new)
             _num_missing += missing
         if missing and not sys.stderr.isatty():  # on a terminal, a line shows each
@@ -63,6 +65,15 @@ class CodeFolder:
     def _file(self, name: str, variant: str) -> Path:
         return self.path / f"{name}-{_digest(variant)}{self._suffix}"
 
+    def _compile(self, name: str, compile: Callable[[], bytes], path: Path) -> bytes:
+        with _progress(name):
+            code = compile()
+        if source_digest(self._sources) != self._digest:
+            logger.info("compiled code is not kept, since the sources have changed, and it may be of either state")
+        elif _write(path, code):
+            _delete_unused(_cache_root())
+        return code
+
 
 def _cache_root() -> Path:
     if chosen := os.environ.get("MINIPAGE_KERNEL_CACHE"):
@@ -71,12 +82,13 @@ def _cache_root() -> Path:
     return Path(home) / "minipage" / "kernels"
 
 
-def source_state(folder: Path, *versions: object) -> str:
-    """What identifies code that is made from the sources in a folder, by what has these versions."""
+def source_digest(folder: Path) -> str:
+    """What identifies the sources of kernels in a folder, and those beside this file, which all kernels may use."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return _digest(digest.hexdigest() + repr((sys.version, *versions)))
+    for path in sorted([*Path(__file__).parent.glob("*.py"), *folder.rglob("*.py")]):
+        with suppress(OSError):  # an editor has links to nowhere beside the files that are open
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest(text: str) -> str:
@@ -100,35 +112,32 @@ def _checksum(code: bytes) -> bytes:
 @contextmanager
 def _one_process_at_a_time(path: Path) -> Iterator[None]:
     """Let one process compile and the others wait for its result, where files can be locked."""
-    try:
-        import fcntl
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):  # some systems, folders and file systems have no locks
+            import fcntl
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115
-    except (ImportError, OSError):
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(path.with_suffix(".lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         yield
 
 
-def _compile(name: str, compile: Callable[[], bytes], path: Path) -> bytes:
-    import tempfile  # takes a while, and most processes compile nothing
-
-    with _progress(name):
-        code = compile()
+def _write(path: Path, code: bytes) -> bool:
+    """Keep code in a file, whole or not at all; False, and a warning, where that cannot be done."""
+    # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
+    file = path.with_name(f"{os.urandom(8).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Others may be at the same: each writes a file of its own, and a rename is all or nothing.
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(_checksum(code) + code)
-        os.replace(file.name, path)
+        # Its mode is what the umask allows: a folder may serve all users of a machine.
+        file.write_bytes(_checksum(code) + code)
+        os.replace(file, path)
     except OSError as error:
         logger.warning("compiled code is not kept, since %s cannot be written (%s)", path.parent, error)
-    else:
-        _delete_unused(_cache_root())
-    return code
+        return False
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    return True
 
 
 @cache
@@ -164,11 +173,13 @@ def _progress(name: str) -> Iterator[None]:
     if sys.stderr.isatty():
         what = f"compiling kernels for this machine, once: {which}, {_seconds:.0f} s so far: {name}"
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)  # over the line before
-    yield
+    try:
+        yield
+    finally:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     _seconds += time.perf_counter() - start
     _num_compiled = number
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     logger.info(
         "compiled %s: %.1f s, %.1f s so far, kept in %s", name, time.perf_counter() - start, _seconds, _cache_root()
     )

@@ -14,7 +14,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from ..code_folder import CodeFolder, source_state
+from ..code_folder import CodeFolder
 from . import isa
 
 ENTRY = "minipage_entry"  #: the name of a kernel's function in its object file
@@ -22,11 +22,11 @@ _lock = threading.Lock()
 _engines: list[Any] = []  # what owns the code; never given back, since addresses of it are everywhere
 
 
-def _state() -> str:
-    return source_state(Path(__file__).parent, llvmlite.__version__, llvm.get_default_triple(), *isa.target())
+def _versions() -> tuple[str, ...]:
+    return llvmlite.__version__, llvm.get_default_triple(), *isa.target()
 
 
-folder = CodeFolder(_state, ".o")  #: of these sources for this machine's instructions
+folder = CodeFolder(Path(__file__).parent, _versions, ".o")  #: of these sources for this machine's instructions
 
 
 def machine_code(name: str, variant: str, compile: Callable[[], bytes]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..code_folder import CodeFolder, source_state
+from ..code_folder import CodeFolder
 
 Array = Any
 
@@ -123,13 +123,12 @@ def _numba_type(kind: str | ArrayKind) -> Any:
     return types.Array(from_dtype(np.dtype(dtype)), ndim, "C" if is_contiguous else "A")
 
 
-def _state() -> str:
+def _versions() -> tuple[object, ...]:
     import numba
     import numba_cuda
     from cupy.cuda import runtime
 
-    versions = numba.__version__, numba_cuda.__version__, runtime.driverGetVersion()
-    return source_state(Path(__file__).parent.parent, *versions)
+    return numba.__version__, numba_cuda.__version__, runtime.driverGetVersion()
 
 
-_folder = CodeFolder(_state, ".cubin")
+_folder = CodeFolder(Path(__file__).parent, _versions, ".cubin")

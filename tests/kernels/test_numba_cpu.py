@@ -15,7 +15,6 @@ from helpers.paged import Problem
 
 from minipage.device import open_device
 from minipage.kernels import cpu
-from minipage.kernels.code_folder import source_state
 from minipage.kernels.dtypes import to_float32
 from minipage.kernels.ops import ACTIVATIONS, WEIGHT_KINDS
 
@@ -101,16 +100,6 @@ def test_compiled_is_what_python_computes(tmp_path: Path) -> None:
 def small() -> dict[str, Array]:
     """The results of all ops on shapes that plain Python has time for."""
     return everything(tokens=7, size=40, context=20)
-
-
-def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
-    """What marks compiled code on disk changes with any source of the package, not only with the kernel's own."""
-    (tmp_path / "kernel.py").write_text("from inner import f")
-    (tmp_path / "inner.py").write_text("def f(): return 1")
-    before = source_state(tmp_path)
-    assert source_state(tmp_path) == before
-    (tmp_path / "inner.py").write_text("def f(): return 12")
-    assert source_state(tmp_path) != before
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

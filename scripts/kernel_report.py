@@ -93,22 +93,18 @@ def _compiled(name: str, capability: Capability) -> KernelCode:
 def line(measured: Measured, bandwidth: float) -> str:
     """A row of the table."""
     specimen, capability, code = measured
-    text = (
+    launch = specimen.launch
+    megabytes, floor = launch.num_bytes / 1e6, launch.num_bytes / bandwidth / 1e3
+    return (
         f"{specimen.name:38} sm_{capability[0]}{capability[1]:<2} {code.registers:4} {code.shared_bytes:7} "
         f"{code.spill_bytes:6} {code.float64_instructions:4} {code.wide_loads:7} {code.tensor_core_instructions:5} "
-        f"{measured.occupancy:6.0%}"
+        f"{measured.occupancy:6.0%}  {launch.shape}: {launch.blocks} blocks, {megabytes:.2f} MB, at least {floor:.2f} us"
     )
-    if (launch := specimen.launch) is None:
-        return text
-    megabytes, floor = launch.num_bytes / 1e6, launch.num_bytes / bandwidth / 1e3
-    return f"{text}  {launch.shape}: {launch.blocks} blocks, {megabytes:.2f} MB, at least {floor:.2f} us"
 
 
 def as_json(measured: Measured, bandwidth: float) -> dict[str, Any]:
     """The same as plain data."""
     specimen, capability, code = measured
-    launch = specimen.launch
-    floor = {"floor_us": launch.num_bytes / bandwidth / 1e3} if launch else {}
     return {
         "name": specimen.name,
         "function": specimen.kernel.py_func.__name__,
@@ -116,8 +112,8 @@ def as_json(measured: Measured, bandwidth: float) -> dict[str, Any]:
         "threads": specimen.threads,
         **code._asdict(),
         "occupancy": measured.occupancy,
-        **(launch._asdict() if launch else {}),
-        **floor,
+        **specimen.launch._asdict(),
+        "floor_us": specimen.launch.num_bytes / bandwidth / 1e3,
         "faults": list(measured.faults()),
     }
 

@@ -52,5 +52,5 @@ class Measured(NamedTuple):
             yield f"{code.shared_bytes:,} bytes of shared memory; allowed: at most {MAX_STATIC_SHARED:,}"
         if self.occupancy < LEAST_OCCUPANCY:
             yield f"occupancy {self.occupancy:.0%}; wanted: at least {LEAST_OCCUPANCY:.0%}"
-        if specimen.fills_gpu and (specimen.launch is None or specimen.launch.blocks < MULTIPROCESSORS):
+        if specimen.fills_gpu and specimen.launch.blocks < MULTIPROCESSORS:
             yield f"its launch has fewer blocks than {MULTIPROCESSORS} multiprocessors"

@@ -7,6 +7,7 @@ from typing import Any
 
 from minipage.kernels.cuda import linear_blas, linear_few, linear_float32, linear_many
 from minipage.kernels.cuda.embedding import embed_kernels
+from minipage.kernels.cuda.linear_operands import EIGHT
 from minipage.kernels.cuda.linear_parts import SPLITS, num_splits
 from minipage.kernels.cuda.target import THREADS, WARP, blocks_for
 from minipage.kernels.cuda.weights import TILE
@@ -14,6 +15,7 @@ from minipage.kernels.cuda.weights import TILE
 from .specimens import F32, FLOATS, I64, IDS, ROWS, U32, VECTOR, Launch, Specimen, array
 
 BITS = {"float32": 32.0, "float16": 16, "bfloat16": 16, "int8": 8.5, "int4": 5, "int4_symmetric": 4.5}  #: of a weight
+HIDDEN = 4096  #: elements of a row
 SHAPES = (
     (4096, 4096),
     (28672, 4096),
@@ -44,19 +46,25 @@ def specimens() -> Iterator[Specimen]:
                 yield _many(kind, log_tokens, access)
     for splits in (1, 4, 16):
         yield _few("bfloat16", splits, "wide")
-    yield Specimen("merge_parts", linear_many.merge_parts_kernel, (ROWS, VECTOR, I64, F32, VECTOR, I64), THREADS)
+    signature, merge = (ROWS, VECTOR, I64, F32, VECTOR, I64), linear_many.merge_parts_kernel
+    yield Specimen("merge_parts", merge, signature, THREADS, _rows("32 rows of 4096, in 4 parts", 32, 1, 4 * 4 + 4))
     for access in ("wide", "plain"):
         yield from _others(access)
+
+
+def _rows(shape: str, rows: int, each: int, num_bytes: float) -> Launch:
+    """A launch over rows of HIDDEN elements: what a thread has of a row, and the bytes that are moved for one."""
+    return Launch(shape, rows * blocks_for(HIDDEN, each * THREADS), int(rows * HIDDEN * num_bytes))
 
 
 def _few(kind: str, splits: int, access: str) -> Specimen:
     """The kernel for few tokens for a number of parts."""
     signature = (ROWS, ROWS, *packed(kind), VECTOR, I64, I64)
-    shape = next((shape for shape in SHAPES if num_splits(shape) == splits), None)
-    launch = shape and launch_of(1, shape, kind, blocks_for(shape[0], TILE))
+    shape = next(shape for shape in SHAPES if num_splits(shape) == splits)
+    launch = launch_of(1, shape, kind, blocks_for(shape[0], TILE))
     kernel, name = linear_few.few_kernels[kind][splits][access], f"linear {kind} few, {splits} parts {access}"
     fills_gpu = splits < SPLITS[-1]  # only layers of few outputs are cut into the most parts
-    return Specimen(name, kernel, signature, splits * WARP, True, True, launch, fills_gpu)
+    return Specimen(name, kernel, signature, splits * WARP, launch, True, True, fills_gpu)
 
 
 def _many(kind: str, log_tokens: int, access: str) -> Specimen:
@@ -66,7 +74,7 @@ def _many(kind: str, log_tokens: int, access: str) -> Specimen:
     blocks = blocks_for(shape[0], TILE * linear_many.WARPS) * num_splits(shape)
     launch = launch_of(tokens, shape, kind, blocks)
     kernel, name = linear_many.many_kernels[kind][access][log_tokens], f"linear {kind} {tokens} at once {access}"
-    return Specimen(name, kernel, signature, threads, True, True, launch, fills_gpu=True)
+    return Specimen(name, kernel, signature, threads, launch, True, True, fills_gpu=True)
 
 
 def _others(access: str) -> Iterator[Specimen]:
@@ -78,13 +86,16 @@ def _others(access: str) -> Iterator[Specimen]:
         signature, threads = (ROWS, ROWS, ROWS, VECTOR, I64), linear_float32.WARPS * WARP
         launch = launch_of(tokens, shape, "float32", blocks_for(shape[0], linear_float32.ROWS))
         kernel, name = linear_float32.float32_kernels[access][log_tokens], f"linear float32 {tokens} at once {access}"
-        yield Specimen(name, kernel, signature, threads, True, launch=launch, fills_gpu=True)
-    yield Specimen(f"add_bias {access}", linear_blas.add_bias_kernels[access], (ROWS, ROWS), THREADS, is_wide)
+        yield Specimen(name, kernel, signature, threads, launch, True, fills_gpu=True)
+    prompt, signature = "512 rows of 4096", (ROWS, ROWS)
+    launch, kernel = _rows(prompt, 512, 4, 4 + 4), linear_blas.add_bias_kernels[access]
+    yield Specimen(f"add_bias {access}", kernel, signature, THREADS, launch, is_wide)
     for kind in linear_blas.narrow_kernels if is_wide else ("float16",):
-        kernel = linear_blas.narrow_kernels[kind][access]
-        yield Specimen(f"narrow {kind} {access}", kernel, (VECTOR, ROWS, I64), THREADS, is_wide)
+        launch, kernel = _rows(prompt, 512, EIGHT, 4 + 2), linear_blas.narrow_kernels[kind][access]
+        yield Specimen(f"narrow {kind} {access}", kernel, (VECTOR, ROWS, I64), THREADS, launch, is_wide)
     for kind, kernel in linear_blas.widen_kernels.items() if is_wide else ():
-        yield Specimen(f"widen {kind}", kernel, (VECTOR, *packed(kind), I64, I64), THREADS)
+        launch = _rows("4096 rows of 4096", 4096, EIGHT, BITS[kind] / 8 + 2)
+        yield Specimen(f"widen {kind}", kernel, (VECTOR, *packed(kind), I64, I64), THREADS, launch)
     for kind in embed_kernels if is_wide else ("int4",):
-        signature = (ROWS, *packed(kind), IDS)
-        yield Specimen(f"embed {kind} {access}", embed_kernels[kind][access], signature, THREADS, kind in FLOATS)
+        launch, kernel = _rows("1 row of 4096", 1, EIGHT, BITS[kind] / 8 + 4), embed_kernels[kind][access]
+        yield Specimen(f"embed {kind} {access}", kernel, (ROWS, *packed(kind), IDS), THREADS, launch, kind in FLOATS)

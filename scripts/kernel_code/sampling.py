@@ -15,4 +15,4 @@ def specimens() -> Iterator[Specimen]:
     """The sampler."""
     signature = array(I32, 1), ROWS, array(U32, 2)
     one_row = Launch("1 row of 128256", 1, 4 * VOCABULARY)
-    yield Specimen("sample", sampling.sample_kernel, signature, selection.THREADS, launch=one_row)
+    yield Specimen("sample", sampling.sample_kernel, signature, selection.THREADS, one_row)

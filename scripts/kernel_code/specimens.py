@@ -30,9 +30,9 @@ class Specimen(NamedTuple):
     kernel: Any
     signature: tuple[Any, ...]
     threads: int  #: of a block
+    launch: Launch
     wide_loads: bool = False  #: must read global memory 16 bytes at a time
     tensor_cores: bool = False  #: must multiply on tensor cores
-    launch: Launch | None = None
     fills_gpu: bool = False  #: its launch must have a block for each multiprocessor
 
     @property

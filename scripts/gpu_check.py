@@ -137,6 +137,8 @@ def main() -> int:
     if args.part:
         index, count, first = args.share
         return work(args.device, Share(args.part, index, count), first, args.seconds)
+    if (folder := os.environ.get("OUT")) and not Path(folder).is_dir():
+        parser.error(f"OUT={folder}: there is no such folder")
     try:
         device = open_device(args.device)
     except ValueError as error:

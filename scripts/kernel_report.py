@@ -13,7 +13,7 @@ bandwidth given (default: that of an H200's memory).
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
+
+if importlib.util.find_spec("numba_cuda") is None:  # numba has a target of its own, and an old one
+    print("compiling CUDA kernels needs numba-cuda (in the extras dev, sim, cuda12, cuda13)", file=sys.stderr)
+    sys.exit(2)
 
 from kernel_code import attention, linear, sampling, small
 from kernel_code.budget import Measured
@@ -125,8 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, default=H200_BANDWIDTH, metavar="GB/S", help="of the GPU's memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(arguments)
-    if args.bandwidth <= 0:
+    if not args.bandwidth > 0:
         parser.error(f"--bandwidth must be above 0, got {args.bandwidth}")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     if reason := missing():
         print(f"compiling CUDA kernels needs {reason}", file=sys.stderr)
         return 2

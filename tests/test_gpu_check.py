@@ -46,6 +46,14 @@ def test_everything_is_right_in_the_simulator(tmp_path: Path) -> None:
     assert f"{len(report['rows'])} passed, 0 failed, 0 left out" in result.stdout
 
 
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    """Is known before anything is checked."""
+    environment = os.environ | {"OUT": str(tmp_path / "nowhere")}
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cuda-sim"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 2 and "nowhere: there is no such folder" in result.stderr.splitlines()[-1]
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the script does, as a module."""

@@ -49,3 +49,28 @@ def test_every_kernel_keeps_to_its_budget(report: dict[str, Any]) -> None:
 def test_budgets_look_at_something(report: dict[str, Any]) -> None:
     """The disassembler's text is understood: what all kernels must have is found in it."""
     assert all(row["registers"] > 0 and row["occupancy"] > 0 for row in report["rows"])
+
+
+@pytest.mark.parametrize(
+    ("packages", "options", "reason"),
+    [
+        ("'numba_cuda'", [], "compiling CUDA kernels needs numba-cuda"),
+        ("", ["--json", "nowhere/report.json"], "--json nowhere/report.json: there is no folder nowhere"),
+    ],
+)
+def test_what_is_missing_is_said_first(packages: str, options: list[str], reason: str, tmp_path: Path) -> None:
+    """Before anything is compiled: a package, or the folder that the report is to be written to."""
+    if not packages:
+        pytest.importorskip("numba_cuda")
+    run = f"import runpy, sys; sys.modules |= dict.fromkeys([{packages}]); runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}  # where programs find what is beside them
+    result = subprocess.run(
+        [sys.executable, "-c", run, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert result.returncode == MISSING and reason in result.stderr.splitlines()[-1]
+    assert not result.stdout

@@ -19,6 +19,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+from minipage.kernels.cuda.target import SIMULATED
+
 from .specimens import Specimen
 
 Capability = tuple[int, int]
@@ -41,6 +43,8 @@ class KernelCode(NamedTuple):
 
 def missing() -> str | None:
     """What compiling lacks on this machine, or None."""
+    if SIMULATED:
+        return "Numba without its simulator: unset NUMBA_ENABLE_CUDASIM"
     try:
         from numba.cuda.cudadrv import nvvm
 

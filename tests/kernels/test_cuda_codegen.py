@@ -55,15 +55,17 @@ def test_budgets_look_at_something(report: dict[str, Any]) -> None:
     ("packages", "options", "reason"),
     [
         ("'numba_cuda'", [], "compiling CUDA kernels needs numba-cuda"),
+        ("", [], "needs Numba without its simulator: unset NUMBA_ENABLE_CUDASIM"),
         ("", ["--json", "nowhere/report.json"], "--json nowhere/report.json: there is no folder nowhere"),
     ],
 )
 def test_what_is_missing_is_said_first(packages: str, options: list[str], reason: str, tmp_path: Path) -> None:
-    """Before anything is compiled: a package, or the folder that the report is to be written to."""
+    """Before anything is compiled: a package, a compiler, or the folder that the report is to be written to."""
     if not packages:
         pytest.importorskip("numba_cuda")
     run = f"import runpy, sys; sys.modules |= dict.fromkeys([{packages}]); runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
-    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}  # where programs find what is beside them
+    # Where programs find what is beside them; and the simulator, which is none of those that are said before.
+    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent), "NUMBA_ENABLE_CUDASIM": "1"}
     result = subprocess.run(
         [sys.executable, "-c", run, *options],
         capture_output=True,

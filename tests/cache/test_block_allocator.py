@@ -122,7 +122,7 @@ def test_a_hit_that_is_held_is_never_evicted():
 
 
 def test_can_hold_counts_an_evictable_hit_once():
-    """Evictable hits are not also free (MP-03); hits that others hold cost nothing."""
+    """Evictable hits are not also free; hits that others hold cost nothing."""
     allocator = BlockAllocator(6)
     hits = cached_blocks(allocator, 4)
     held = [allocator.allocate(), allocator.allocate()]

@@ -51,7 +51,7 @@ def test_the_longest_published_prefix_is_found():
     ("max_tokens", "num_hits"), [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0), (-1, 0), (99, 3)]
 )
 def test_hits_stay_within_max_tokens(max_tokens, num_hits):
-    """The caller decides how much may be found: all but the last token of a prompt, as a rule (MP-01)."""
+    """The caller decides how much may be found: all but the last token of a prompt, as a rule."""
     pool = Pool(8)
     table, _ = pool.start(list(range(12)))
     assert pool.cache.match(list(range(12)), max_tokens) == table.blocks[:num_hits]
@@ -254,7 +254,7 @@ def test_a_chain_is_found_again_after_its_head_was_recomputed():
 
 # ---- eviction --------------------------------------------------------------------------------------------------------
 def test_tails_are_evicted_first():
-    """MP-29: after one eviction a chain of three still gives two blocks."""
+    """After one eviction a chain of three still gives two blocks."""
     pool = Pool(8)
     prompt = list(range(12))
     pool.run([*prompt, 12])
@@ -266,7 +266,7 @@ def test_tails_are_evicted_first():
 
 
 def test_a_recycled_block_is_forgotten():
-    """MP-29: under steady eviction, what is found is what was asked for, for 30 random prompts and one that comes back."""
+    """Under steady eviction, what is found is what was asked for, for 30 random prompts and one that comes back."""
     rng = random.Random(29)
     pool = Pool(8)
     contents: dict[int, list[int]] = {}
@@ -300,7 +300,7 @@ def test_a_hit_keeps_a_chain_from_eviction():
 
 
 def test_hits_are_not_counted_as_room():
-    """MP-03: four hits that are the only free blocks leave none for the rest; refused, the request leaves no trace."""
+    """Four hits that are the only free blocks leave none for the rest; refused, the request leaves no trace."""
     pool = Pool(6)
     prompt = list(range(16))
     pool.run([*prompt, 16])

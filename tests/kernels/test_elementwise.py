@@ -51,7 +51,7 @@ def test_gated_activation(impl: Implementation, case: tuple[str, int, int]) -> N
 @cases(ACTIVATIONS, ACTIVATIONS)
 @pytest.mark.filterwarnings("error")
 def test_activations_of_large_numbers(impl: Implementation, case: str) -> None:
-    """Far from 0 they are the identity and 0, without overflow (MP-49)."""
+    """Far from 0 they are the identity and 0, without overflow."""
     gate = np.array([[1e4, -1e4, 88.8, -88.8, 104.0, -104.0, 7600.0, -7600.0, 0.0, -0.0]], np.float32)
     result = impl.result("gated_activation", gate.shape, np.concatenate([gate, np.ones_like(gate)], axis=1), case)
     np.testing.assert_allclose(result, np.maximum(gate, 0), atol=1e-30)

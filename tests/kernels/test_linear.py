@@ -268,7 +268,7 @@ def test_nan_and_infinity_pass_through(impl: Implementation, case: str) -> None:
 
 @each_implementation
 def test_long_sums_stay_accurate(impl: Implementation) -> None:
-    """Sums over many inputs are as good as float32 allows (MP-49)."""
+    """Sums over many inputs are as good as float32 allows."""
     inputs = 512 if impl.simulated else 11008
     x, rows = normal(1, 2, inputs) * 300, normal(2, 4, inputs)
     result = impl.result("linear", (2, 4), x, impl.weight(rows, "float32"), None)

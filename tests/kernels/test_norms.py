@@ -48,7 +48,7 @@ def test_layer_norm(impl: Implementation, case: tuple[int, int]) -> None:
 
 @cases([(m, e) for m in (300, 7600, 1e-3) for e in (1e-5, 1e-6)], [(300, 1e-5), (7600, 1e-6)])
 def test_norms_keep_float32_accuracy_at_any_magnitude(impl: Implementation, case: tuple[float, float]) -> None:
-    """Magnitudes whose squares overflow half precision, and those near eps, are as exact as others (MP-49)."""
+    """Magnitudes whose squares overflow half precision, and those near eps, are as exact as others."""
     magnitude, eps = case
     shape = (2, 64) if impl.simulated else (3, 4096)
     x, weight, bias = normal(1, *shape) * np.float32(magnitude), normal(2, shape[1]), normal(3, shape[1])

@@ -65,7 +65,7 @@ def rope_and_cache(tokens: int, size: int, kind: str) -> dict[str, Array]:
 
 
 def test_threads_change_no_bit() -> None:
-    """One to four threads give the same bits, on shapes that are shared among them (MP-51)."""
+    """One to four threads give the same bits, on shapes that are shared among them."""
     results = []
     for threads in (1, 2, 3, 4):
         results.append(everything_on(threads))
@@ -84,7 +84,7 @@ def everything_on(threads: int) -> dict[str, Array]:
 
 
 def test_compiled_is_what_python_computes(tmp_path: Path) -> None:
-    """With Numba disabled the kernels are plain Python, and give the same numbers (MP-51)."""
+    """With Numba disabled the kernels are plain Python, and give the same numbers."""
     script = (
         f"import sys; sys.path[:0] = {sys.path!r}; import numpy, test_numba_cpu; "
         f"numpy.savez({str(tmp_path / 'python.npz')!r}, **test_numba_cpu.small())"

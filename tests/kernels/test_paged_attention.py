@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 Array = Any
 
-#: Odd shapes (MP-53): (query heads, kv heads), head size, block size, sequences, context.
+#: Odd shapes: (query heads, kv heads), head size, block size, sequences, context.
 HEADS = [(1, 1), (3, 1), (3, 3), (65, 5), (128, 8)]
 HEAD_DIMS = [4, 8, 20, 33, 80, 96, 128, 256]
 BLOCK_SIZES = [1, 4, 16, 32]
@@ -91,7 +91,7 @@ SIMULATED = [
 
 @cases(odd_shapes(), SIMULATED)
 def test_odd_shapes(impl: Implementation, case: Problem) -> None:
-    """Attention is its formula for head sizes, numbers of heads, block sizes and contexts of all kinds (MP-53)."""
+    """Attention is its formula for head sizes, numbers of heads, block sizes and contexts of all kinds."""
     compare(impl, case.attend, case.formula, 1e-5)
 
 
@@ -157,7 +157,7 @@ def test_sinks_within_the_window_change_nothing(impl: Implementation, block_size
     [Problem(contexts=(c,), queries=(c,), window=1, kind=k) for c in range(1, 10, 2) for k in ("float32", "float16")],
 )
 def test_window_of_one_is_the_value(impl: Implementation, case: Problem) -> None:
-    """A token that sees itself alone gets its own value, exactly (MP-51)."""
+    """A token that sees itself alone gets its own value, exactly."""
     _, _, values = case.numbers(0)
     assert_same_bits(case.attend(impl), np.repeat(values, 2, axis=1))
 
@@ -204,7 +204,7 @@ def test_soft_cap(impl: Implementation, case: Problem) -> None:
 )
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_unused_slots_change_nothing(impl: Implementation, case: Problem, poison: float) -> None:
-    """What lies in slots that hold no token of the context, or one before the window, has no effect on any bit (MP-19)."""
+    """What lies in slots that hold no token of the context, or one before the window, has no effect on any bit."""
     clean = case.attend(impl)
     assert np.isfinite(clean).all()
     assert_same_bits(replace(case, fill=poison).attend(impl), clean)
@@ -274,7 +274,7 @@ def test_chunks_are_any_split_of_the_queries(impl: Implementation, problem: Prob
 
 
 def test_runs_repeat_bit_for_bit() -> None:
-    """Twenty runs of a batch that is shared among threads are equal in all bits (MP-53)."""
+    """Twenty runs of a batch that is shared among threads are equal in all bits."""
     arguments = odd_problem((65, 5), 96, 16, 33, 257).arguments(CPU)
     outs = [np.empty_like(arguments[0]) for _ in range(20)]
     for out in outs:
@@ -284,7 +284,7 @@ def test_runs_repeat_bit_for_bit() -> None:
 
 @each_implementation
 def test_long_softmax(impl: Implementation) -> None:
-    """The softmax over 2,000 keys is exact to float32, also where scores are large (MP-49)."""
+    """The softmax over 2,000 keys is exact to float32, also where scores are large."""
     problem = Problem(1, 1, 4 if impl.simulated else 64, 16, (300 if impl.simulated else 2000,), (1,))
     compare(impl, problem.attend, problem.formula, 1e-5)
 
@@ -308,7 +308,7 @@ def one_score_each(impl: Implementation, scores: Array, values: Array) -> Array:
 @each_implementation
 @pytest.mark.parametrize("count", [5, 40, 300])
 def test_scores_of_minus_infinity_have_no_weight(impl: Implementation, count: int) -> None:
-    """Also where a whole chunk of the context has no other score; and NaN, not a number, where nothing has (MP-51)."""
+    """Also where a whole chunk of the context has no other score; and NaN, not a number, where nothing has."""
     scores = np.full(count, -np.inf, np.float32)
     values = np.arange(count, dtype=np.float32)
     assert np.isnan(one_score_each(impl, scores, values)).all()
@@ -337,7 +337,7 @@ def test_bad_scores_and_values_show(impl: Implementation, count: int, bad: float
 
 @each_implementation
 def test_large_scores(impl: Implementation) -> None:
-    """Scores of +-1e4 neither overflow nor lose the largest (MP-49)."""
+    """Scores of +-1e4 neither overflow nor lose the largest."""
     scores, values = np.linspace(-1e4, 1e4, 41).astype(np.float32), np.arange(41, dtype=np.float32)
     np.testing.assert_allclose(one_score_each(impl, scores, values), 40)
     np.testing.assert_allclose(one_score_each(impl, scores[::-1], values), 0)

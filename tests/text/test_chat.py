@@ -164,7 +164,7 @@ def test_no_template_says_what_to_do() -> None:
         encode_chat(F3, HELLO, chat_template=5)  # type: ignore[arg-type]
 
 
-# ---- MP-55 ---------------------------------------------------------------------------------------------------------------
+# ---- BOS and EOS ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("prints_bos", [False, True])
 @pytest.mark.parametrize(("adds_bos", "adds_eos"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("make", [f3_backend, f4_backend])

@@ -37,7 +37,7 @@ def deltas(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], s
     return [*(detokenizer.push(token_id) for token_id in output), detokenizer.finish()]
 
 
-# ---- MP-09 ---------------------------------------------------------------------------------------------------------------
+# ---- characters of several bytes -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tokenizer", [F3, F4], ids=["F3", "F4"])
 class TestCharactersOfSeveralBytes:
     """All that can happen to a character that is several tokens, for byte-level and for byte fallback."""

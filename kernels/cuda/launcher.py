@@ -40,8 +40,11 @@ def launch_compiled(function: Any, grid: tuple[int, ...], threads: int, args: tu
             kinds.append(SINGLE)
             values.append(arg)
         else:
-            kinds.append((arg.dtype.char, arg.ndim, arg.flags.c_contiguous))
-            values += 0, 0, arg.size, arg.itemsize, arg.data.ptr, *arg.shape, *arg.strides
+            try:
+                kinds.append((arg.dtype.char, arg.ndim, arg.flags.c_contiguous))
+                values += 0, 0, arg.size, arg.itemsize, arg.data.ptr, *arg.shape, *arg.strides
+            except AttributeError:
+                raise unfit(function, arg) from None
     key = function, cupy.cuda.get_device_id(), tuple(kinds)
     loaded = _loaded.get(key)
     if loaded is None:
@@ -75,6 +78,12 @@ class Loaded:
 
 
 _loaded: dict[tuple[Any, int, Kinds], Loaded] = {}
+
+
+def unfit(function: Any, arg: Any) -> TypeError:
+    """The error for an argument that no launch takes."""
+    name, kind = function.py_func.__name__, type(arg).__name__
+    return TypeError(f"{name} was given {arg!r}, a {kind}; allowed: arrays on the device, integers and NumPy float32")
 
 
 def layout(kinds: Kinds) -> str:

@@ -14,6 +14,8 @@ import numpy as np
 from numba import cuda as cuda
 from numba.core import config
 
+from .launcher import launch_compiled, unfit
+
 Array = Any
 
 #: Whether kernels run in Numba's simulator, thread by thread in Python.
@@ -32,8 +34,6 @@ if SIMULATED:
     from . import simulator
 
     simulator.install()
-else:
-    from .launcher import launch_compiled
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -73,6 +73,9 @@ def launch(function: Any, grid: tuple[int, ...], threads: int, *args: Any) -> No
     if 0 in grid:
         return
     if SIMULATED:
+        for arg in args:
+            if not isinstance(arg, int | np.integer | np.float32 | np.ndarray):
+                raise unfit(function, arg)
         # Arrays that are on the device already: others are copied there and back for each launch.
         on_device = (FakeCUDAArray(arg) if isinstance(arg, np.ndarray) else arg for arg in args)
         function[grid, threads](*on_device)

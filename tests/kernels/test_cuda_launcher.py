@@ -18,7 +18,7 @@ from helpers.kernels import IMPLEMENTATIONS
 if not any(impl.name.startswith("cuda") for impl in IMPLEMENTATIONS):
     pytest.skip("numba-cuda and greenlet are not installed", allow_module_level=True)
 
-from minipage.kernels.cuda import launcher
+from minipage.kernels.cuda import launcher, target
 
 REPOSITORY = Path(__file__).parents[2]
 STREAM = 0x5000
@@ -152,6 +152,17 @@ def test_arrays_of_any_strides_have_a_kernel_of_their_own(driver: Driver) -> Non
     for array in (wide, wide[:, :3], wide[:2], wide.T):
         launcher.launch_compiled(kernel, (1,), 32, (OnGpu(array, 4096),))
     assert [b"'A'" in image for image in driver.images] == [False, True]
+
+
+@pytest.mark.parametrize("arg", [1.5, np.float64(1), np.bool_(True), None])
+def test_arguments_that_no_launch_takes(driver: Driver, arg: Any) -> None:
+    """Neither a GPU nor the simulator: on a GPU a float would be another kernel, with float64 arithmetic."""
+    message = r"some_kernel was given .*; allowed: arrays on the device, integers and NumPy float32"
+    with pytest.raises(TypeError, match=message):
+        launcher.launch_compiled(Kernel(1), (1,), 32, (1, arg))
+    with pytest.raises(TypeError, match=message):
+        target.launch(Kernel(1), (1,), 32, 1, arg)
+    assert not driver.launches
 
 
 def test_types_of_arguments() -> None:

@@ -67,6 +67,8 @@ class CudaDevice(PaddedDevice):
         # What is on CUDA's default stream, loading for instance, and what is on this one wait for each other.
         self._stream = cupy.cuda.Stream()
         self._unread: list[tuple[Any, np.ndarray]] = []  # what is fetched, each with the event that it has arrived
+        # This one waits for no other: else nobody could use the default stream while it is captured, to load a second model.
+        self._recording = cupy.cuda.Stream(non_blocking=True)
 
     def host(self, array: Array) -> np.ndarray:
         return np.asarray(self.xp.asnumpy(array))
@@ -148,16 +150,18 @@ class CudaDevice(PaddedDevice):
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """The ops as a CUDA graph. They run once first: what is compiled or allocated at a first call cannot be recorded."""
-        function()
-        self._stream.synchronize()
-        self._stream.begin_capture()
-        try:
+        self._event().synchronize()
+        with self._recording as stream:
             function()
-        except BaseException:
-            with suppress(Exception):  # that the capture has failed is known, and why comes next
-                self._stream.end_capture()
-            raise
-        return partial(_launch, self._stream.end_capture(), function)
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                function()
+            except BaseException:
+                with suppress(Exception):  # that the capture has failed is known, and why comes next
+                    stream.end_capture()
+                raise
+            return partial(_launch, stream.end_capture(), function)
 
     def join(self, communicator: Communicator) -> None:
         """Arrays go to the other ranks by NCCL."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,35 @@ def test_ops_run_once_when_they_are_recorded_and_once_whenever_they_are_run(devi
         run()
         run()
         assert device.host(x).tolist() == [[3, 13]]
+
+
+def test_others_may_use_the_default_stream_while_ops_are_recorded(device: Any) -> None:
+    """To load a second model, for instance."""
+    x, one, loaded = numbers(device, 0), numbers(device, 1), []
+
+    def ops() -> None:
+        adding(device, x, one)()
+        other = threading.Thread(target=lambda: loaded.append(numbers(device, 7)))
+        other.start()
+        other.join()
+
+    with device.compute():
+        device.record(ops)()
+        assert device.host(x).tolist() == [[2]]
+    assert [device.host(each).tolist() for each in loaded] == [[[7]], [[7]]]
+
+
+def test_a_recording_comes_after_what_was_begun_before_it(device: Any) -> None:
+    """On the device's stream, and on the default one, where models are loaded."""
+    with device.compute():
+        x, one = numbers(device, 0), numbers(device, 1)
+        adding(device, x, one)()
+    two = numbers(device, 2)
+    with device.compute():
+        run = device.record(adding(device, x, two))
+        assert device.host(x).tolist() == [[3]]
+        run()
+        assert device.host(x).tolist() == [[5]]
 
 
 def test_a_recording_may_allocate_at_its_first_run_only(device: Any) -> None:

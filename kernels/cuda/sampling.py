@@ -1,6 +1,7 @@
 """Tokens from logits: a thread block a row, which it reads a few times and never sorts.
 
-A row of 2**17 logits is read once to find the largest, three times by top-k and by top-p, and once to draw.
+A row of 2**17 logits is read once to find the largest, three times by top-k and by top-p, and once to draw. Where there are as
+many threads as top-k wants tokens, what each found largest is looked at first: it tells most tokens to be too small.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..draws import DRAW
 from .intrinsics import bits_float, float_bits
 from .random import join, random_fraction, words_of
 from .selection import PLACE_OF_NAN, THREADS, find_largest, make_find_id, make_find_rank, place_of
-from .target import bounded_kernel, cuda, device_function, launch, pure_function
+from .target import bounded_kernel, cuda, device_function, launch, pure_function, scratch
 
 Array = Any
 
@@ -69,8 +70,9 @@ def weight_in_top_k(x: Any, i: Any, limits: Any) -> Any:
 # ---- entries of the searches -----------------------------------------------------------------------------------------
 @pure_function
 def logit_entry(x: Any, i: Any, limits: Any) -> Any:
-    """Top-k: by logit, and each counts."""
-    return rank_of_logit(x), int64(1)
+    """Top-k: by logit, and each counts that is not behind the limit known so far."""
+    rank = rank_of_logit(x)
+    return rank, int64(1) if rank <= limits[3] else int64(0)
 
 
 @pure_function
@@ -108,12 +110,17 @@ find_kept = make_find_id(kept_entry)
 
 
 @device_function
-def draw_token(logits: Array, row: Any, largest: Any, draws: Array) -> Any:
+def draw_token(logits: Array, row: Any, largest: Any, draws: Array, maxima: Array) -> Any:
     size, temperature, min_p = logits.shape[1], bits_float(draws[row, _TEMPERATURE]), bits_float(draws[row, _MIN_P])
     top_k, last_of_k = uint32(PLACE_OF_NAN), int32(size)
     limits = largest, temperature, min_p, top_k, last_of_k, uint32(PLACE_OF_NAN), int32(size)
     count = int64(draws[row, _TOP_K])
     if 0 < count < size:
+        if count <= THREADS:
+            # So many tokens are not below the one that is at that place among the largest of all threads: others need no count,
+            # and are most of a row, in a few bins for which threads would queue.
+            rank, left, ties = find_logit(maxima, row, limits, _LOGIT_BITS, count, uint64(0))
+            limits = largest, temperature, min_p, uint32(rank), last_of_k, uint32(PLACE_OF_NAN), int32(size)
         rank, left, ties = find_logit(logits, row, limits, _LOGIT_BITS, count, uint64(0))
         top_k = uint32(rank)
         limits = largest, temperature, min_p, top_k, last_of_k, uint32(PLACE_OF_NAN), int32(size)
@@ -133,11 +140,11 @@ def draw_token(logits: Array, row: Any, largest: Any, draws: Array) -> Any:
 
 
 @bounded_kernel(THREADS, blocks=1)
-def sample_kernel(out: Array, logits: Array, draws: Array) -> None:
+def sample_kernel(out: Array, logits: Array, draws: Array, maxima: Array) -> None:
     row = cuda.blockIdx.x
-    token = find_largest(logits, row)
+    token = find_largest(logits, row, maxima)
     if token >= 0 and draws[row, _TEMPERATURE] != 0:
-        token = int64(draw_token(logits, row, logits[row, token], draws))
+        token = int64(draw_token(logits, row, logits[row, token], draws, maxima))
     if cuda.threadIdx.x == 0:
         out[row] = token
 
@@ -147,4 +154,5 @@ def sample(out: Array, logits: Array, draws: Array) -> None:
     num_rows, size = logits.shape
     if size > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {size} tokens is not allowed; allowed: at most {MAX_VOCAB}")
-    launch(sample_kernel, (num_rows,), THREADS, out, logits, draws)
+    maxima = scratch("sample", num_rows * THREADS)[: num_rows * THREADS].reshape(num_rows, THREADS)
+    launch(sample_kernel, (num_rows,), THREADS, out, logits, draws, maxima)

@@ -105,14 +105,18 @@ def sums_of_block(value: Any, partial: Array) -> Any:
 
 
 @device_function
-def find_largest(logits: Array, row: Any) -> Any:
-    """The id of the largest logit of a row, of equal ones the lowest; -1 where that is infinite, or a logit is NaN."""
+def find_largest(logits: Array, row: Any, maxima: Array) -> Any:
+    """The id of the largest logit of a row, of equal ones the lowest; -1 where that is infinite, or a logit is NaN.
+
+    ``maxima`` [rows, THREADS] gets the largest of what each thread has read.
+    """
     size, largest, best, has_nan = logits.shape[1], float32(-math.inf), 0, False
     for i in range(cuda.threadIdx.x, size, THREADS):
         x = logits[row, i]
         if x > largest:
             largest, best = x, i
         has_nan = has_nan or x != x
+    maxima[row, cuda.threadIdx.x] = largest
     place = int64(PLACE_OF_NAN) if has_nan else place_of(largest)
     found = largest_of_block(((place - SIGN) << 32) + (SIGN - 1 - best))
     return SIGN - 1 - (found & (2 * SIGN - 1)) if LOWEST <= (found >> 32) + SIGN <= HIGHEST else int64(-1)

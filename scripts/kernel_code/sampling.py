@@ -13,6 +13,6 @@ VOCABULARY = 128256  #: of an 8B model
 
 def specimens() -> Iterator[Specimen]:
     """The sampler."""
-    signature = array(I32, 1), ROWS, array(U32, 2)
+    signature = array(I32, 1), ROWS, array(U32, 2), ROWS
     one_row = Launch("1 row of 128256", 1, 4 * VOCABULARY)
     yield Specimen("sample", sampling.sample_kernel, signature, selection.THREADS, one_row)

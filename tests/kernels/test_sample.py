@@ -106,6 +106,17 @@ def test_ties_go_to_the_lowest_ids(impl: Implementation) -> None:
 
 
 @each_sampler
+def test_top_k_of_about_as_many_tokens_as_a_block_has_threads(impl: Implementation) -> None:
+    """The least likely of them are drawn as well, and none behind them."""
+    size, threads = (300, 64) if impl.simulated else (5000, 1024)
+    rows = [request(i, top_k=threads + i % 5 - 2, temperature=50.0) for i in range(25)]
+    rows += [request(i, top_k=2 * threads, temperature=50.0) for i in range(5)]
+    logits = np.random.default_rng(0).standard_normal((len(rows), size)).astype(np.float32)
+    logits[::2, threads:] = -3  # the largest of all threads but some are in the first tokens
+    assert on_device(impl, logits, rows) == on_host(logits, rows)
+
+
+@each_sampler
 def test_a_limit_among_equal_logits_keeps_the_first(impl: Implementation) -> None:
     """Of equal logits, as -0 and 0 are, the k lowest ids are drawn and no other, by top_k and by the top_p that means as many."""
     flat, seeds = np.zeros((12, 70), np.float32), range(12)

@@ -8,7 +8,7 @@ from numpy import float32, int64
 
 from .attention_tile import STEP, TILE_ROWS, UNIT, WARPS, Arithmetic, quad_sum
 from .formats import widen
-from .intrinsics import bits_float, float_bits, hidden, load16, multiply_add, store16
+from .intrinsics import hidden, load_floats, multiply_add, store_floats
 from .target import cuda, device_function, pure_function
 
 Array = Any
@@ -31,18 +31,8 @@ def arithmetic(head_dim: int, wide: bool, load_query: Any) -> Arithmetic:
             dim = CHUNK * chunk + 4 * (lane & 3)
             if token >= 0:
                 a, b, c, d = load_query(q, token, head, dim)
-            store4(shared, first + (lane >> 2) * padded + dim, (a, b, c, d))
+            store_floats(shared, first + (lane >> 2) * padded + dim, (a, b, c, d))
         return float32(1)
-
-    @pure_function
-    def store4(array: Array, offset: Any, four: Any) -> None:
-        a, b, c, d = four
-        store16(array, offset, (float_bits(a), float_bits(b), float_bits(c), float_bits(d)))
-
-    @pure_function
-    def load4(array: Array, offset: Any) -> Any:
-        a, b, c, d = load16(array, offset)
-        return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
 
     @pure_function
     def element(pages: Array, offset: Any, dim: Any) -> Any:
@@ -54,7 +44,7 @@ def arithmetic(head_dim: int, wide: bool, load_query: Any) -> Arithmetic:
         offset = int64(row) * head_dim
         if wide:
             if dim < head_dim:
-                return load4(pages, offset + dim)
+                return load_floats(pages, offset + dim)
             return float32(0), float32(0), float32(0), float32(0)
         return (
             element(pages, offset, dim),
@@ -82,7 +72,7 @@ def arithmetic(head_dim: int, wide: bool, load_query: Any) -> Arithmetic:
             dim = CHUNK * chunk + 4 * p
             key, other_key = page4(keys, row, dim), page4(keys, other_row, dim)
             for i in range(TILE_ROWS):
-                x = load4(shared, first + i * padded + dim)
+                x = load_floats(shared, first + i * padded + dim)
                 dots[2 * i], dots[2 * i + 1] = dot4(dots[2 * i], key, x), dot4(dots[2 * i + 1], other_key, x)
         cuda.syncwarp()
         place = weights + (step * STEP + (lane >> 2)) * TILE_ROWS

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from numpy import float32
 
 from .attention_tile import NOTHING, PART, STEP, WARP_STEPS, WARPS, Arithmetic, capped
-from .intrinsics import exp2, float_bits, hidden, multiply, store16
+from .intrinsics import exp2, hidden, multiply, store_floats
 from .target import cuda, device_function, divide, int32, pure_function, uint32
 
 Array = Any
@@ -56,8 +56,7 @@ def store_dims(array: Array, offset: Any, size: Any, sums: Array, which: Any) ->
     for half in range(2):
         if 4 * half < size:
             i = 8 * half + which
-            four = float_bits(sums[i]), float_bits(sums[i + 2]), float_bits(sums[i + 4]), float_bits(sums[i + 6])
-            store16(array, offset + 4 * half, four)
+            store_floats(array, offset + 4 * half, (sums[i], sums[i + 2], sums[i + 4], sums[i + 6]))
 
 
 def make_steps(arithmetic: Arithmetic, units: int) -> Steps:

@@ -14,7 +14,7 @@ from numpy import float32, int64, uint32
 
 from . import intrinsics
 from .attention_tile import TILE_ROWS, UNIT, WARPS, Arithmetic, quad_max
-from .intrinsics import bits_float, float_bits, load16, multiply, permute_bytes, store16
+from .intrinsics import bits_float, float_bits, load16, load_floats, multiply, permute_bytes, store16, store_floats
 from .target import WARP, device_function, pure_function
 
 Array = Any
@@ -82,14 +82,11 @@ def arithmetic(kind: str, head_dim: int, load_query: Any) -> Arithmetic:
 
     @pure_function
     def put(shared: Array, weights: Any, step: Any, four: Any, lane: Any) -> None:
-        a, b, c, d = four
-        words = float_bits(a), float_bits(b), float_bits(c), float_bits(d)
-        store16(shared, weights + (step * WARP + lane) * 4, words)
+        store_floats(shared, weights + (step * WARP + lane) * 4, four)
 
     @pure_function
     def get(shared: Array, weights: Any, step: Any, lane: Any) -> Any:
-        a, b, c, d = load16(shared, weights + (step * WARP + lane) * 4)
-        return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
+        return load_floats(shared, weights + (step * WARP + lane) * 4)
 
     @pure_function
     def keep(shared: Array, weights: Any, step: Any, four: Any, lane: Any) -> Any:

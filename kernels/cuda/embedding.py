@@ -7,7 +7,7 @@ from typing import Any
 from numpy import float32
 
 from ..ops import PackedWeight
-from .intrinsics import bits_float, load16, unpack_bfloat16, unpack_half
+from .intrinsics import load16, load_floats, unpack_bfloat16, unpack_half
 from .linear_operands import BIAS, EIGHT, SYMMETRIC_BIAS, eight_bytes, eight_nibbles
 from .rows import choose, for_each_access
 from .target import THREADS, blocks_for, cuda, kernel, launch, pure_function
@@ -22,9 +22,7 @@ NOTHING = float32(-0.0)  #: to add it changes no number, -0 among them
 def float32_values(codes: Array, scales: Array, minima: Array, row: Any, eight: Any) -> Any:
     """The eight weights from input 8 * ``eight`` on of a row, as they are; so the functions below, for the other kinds."""
     place = row * codes.shape[1] + eight * EIGHT
-    a, b = load16(codes, place), load16(codes, place + 4)
-    first = bits_float(a[0]), bits_float(a[1]), bits_float(a[2]), bits_float(a[3])
-    return first, (bits_float(b[0]), bits_float(b[1]), bits_float(b[2]), bits_float(b[3]))
+    return load_floats(codes, place), load_floats(codes, place + 4)
 
 
 @pure_function

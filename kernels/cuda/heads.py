@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .intrinsics import bits_float, float_bits, load16, store16
+from .intrinsics import load_floats, store_floats
 from .target import address, pure_function
 
 Array = Any
@@ -23,12 +23,10 @@ def _has_wide_heads(x: Array) -> bool:
 @pure_function
 def load4(x: Array, token: Any, head: Any, dim: Any) -> Any:
     """The dims ``dim`` to ``dim`` + 3, by one access: :func:`have_wide_heads`."""
-    a, b, c, d = load16(x, ((token * x.strides[0] + head * x.strides[1]) >> 2) + dim)
-    return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
+    return load_floats(x, ((token * x.strides[0] + head * x.strides[1]) >> 2) + dim)
 
 
 @pure_function
 def store4(x: Array, token: Any, head: Any, dim: Any, four: Any) -> None:
     """Write what :func:`load4` reads."""
-    words = float_bits(four[0]), float_bits(four[1]), float_bits(four[2]), float_bits(four[3])
-    store16(x, ((token * x.strides[0] + head * x.strides[1]) >> 2) + dim, words)
+    store_floats(x, ((token * x.strides[0] + head * x.strides[1]) >> 2) + dim, four)

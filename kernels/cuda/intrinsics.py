@@ -6,6 +6,7 @@ begins, and must make an address that is a multiple of 16 bytes; arrays in share
     load16(array, offset)            words from global or shared memory
     stream16(array, offset)          the same, from global memory that nothing writes and that is read once: it takes no cache
     store16(array, offset, words)    and back
+    load_floats(array, offset), store_floats(array, offset, four)   the same, of four float32
     element_at(array, offset)        the element at an offset, whatever the shape, without a look at its sign
     unpack_half(word), unpack_bfloat16(word)         the two floats of a word, the one in its low bits first
     pack_half(low, high), pack_bfloat16(low, high)   two float32 to the nearest, as a word
@@ -37,7 +38,7 @@ from typing import Any
 from llvmlite import ir
 
 from .formats import WIDENING
-from .target import SIMULATED
+from .target import SIMULATED, pure_function
 
 WORD, SINGLE, SHORT = ir.IntType(32), ir.FloatType(), ir.IntType(16)
 WORDS = ir.VectorType(WORD, 4)
@@ -245,6 +246,19 @@ else:
     mma_half, mma_bfloat16 = (_mma_intrinsic(types, intrinsic, operand) for operand in ("f16", "bf16"))
     load_matrices, load_matrices_transposed = (_matrix_intrinsic(types, intrinsic, how) for how in ("", ".trans"))
 
+
+@pure_function
+def load_floats(array: Any, offset: Any) -> Any:
+    a, b, c, d = load16(array, offset)
+    return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
+
+
+@pure_function
+def store_floats(array: Any, offset: Any, four: Any) -> None:
+    a, b, c, d = four
+    store16(array, offset, (float_bits(a), float_bits(b), float_bits(c), float_bits(d)))
+
+
 __all__ = [
     "bits_float",
     "element_at",
@@ -252,6 +266,7 @@ __all__ = [
     "float_bits",
     "hidden",
     "load16",
+    "load_floats",
     "load_matrices",
     "load_matrices_transposed",
     "mma_bfloat16",
@@ -262,6 +277,7 @@ __all__ = [
     "pack_half",
     "permute_bytes",
     "store16",
+    "store_floats",
     "stream16",
     "unpack_bfloat16",
     "unpack_half",

@@ -10,7 +10,7 @@ from typing import Any
 from ..dtypes import float_kind
 from .formats import narrow
 from .heads import have_wide_heads, load4, store4
-from .intrinsics import bits_float, float_bits, load16, multiply, multiply_add, pack_bfloat16, pack_half, store16
+from .intrinsics import load_floats, multiply, multiply_add, pack_bfloat16, pack_half, store16, store_floats
 from .target import THREADS, address, cuda, device_function, divide, kernel, launch, pure_function
 
 Array = Any
@@ -43,11 +43,11 @@ def rotate_wide(out: Array, x: Array, token: Any, position: Any, cos: Array, sin
         dim = (i - head * fours) * 4
         a, b = load4(x, token, head, dim), load4(x, token, head, dim + half)
         place = position * half + dim
-        c, s = load16(cos, place), load16(sin, place)
-        a0, b0 = turned(a[0], b[0], bits_float(c[0]), bits_float(s[0]))
-        a1, b1 = turned(a[1], b[1], bits_float(c[1]), bits_float(s[1]))
-        a2, b2 = turned(a[2], b[2], bits_float(c[2]), bits_float(s[2]))
-        a3, b3 = turned(a[3], b[3], bits_float(c[3]), bits_float(s[3]))
+        c, s = load_floats(cos, place), load_floats(sin, place)
+        a0, b0 = turned(a[0], b[0], c[0], s[0])
+        a1, b1 = turned(a[1], b[1], c[1], s[1])
+        a2, b2 = turned(a[2], b[2], c[2], s[2])
+        a3, b3 = turned(a[3], b[3], c[3], s[3])
         store4(out, token, head, dim, (a0, a1, a2, a3))
         store4(out, token, head, dim + half, (b0, b1, b2, b3))
 
@@ -73,8 +73,7 @@ def _page_writer(kind: str) -> tuple[int, Any]:
 
         @pure_function
         def write(pages: Array, offset: Any, x: Array, token: Any, head: Any, dim: Any) -> None:
-            a, b, c, d = load4(x, token, head, dim)
-            store16(pages, offset, (float_bits(a), float_bits(b), float_bits(c), float_bits(d)))
+            store_floats(pages, offset, load4(x, token, head, dim))
 
         return 4, write
     pack = pack_half if kind == "float16" else pack_bfloat16

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from numpy import float32
 
-from .intrinsics import bits_float, float_bits, load16, store16
+from .intrinsics import load_floats, store_floats
 from .target import address, pure_function
 
 Array = Any
@@ -28,14 +28,12 @@ class Access(NamedTuple):
 
 @pure_function
 def _load_wide(array: Array, row: Any, first: Any) -> Any:
-    a, b, c, d = load16(array, row * array.shape[1] + first)
-    return bits_float(a), bits_float(b), bits_float(c), bits_float(d)
+    return load_floats(array, row * array.shape[1] + first)
 
 
 @pure_function
 def _store_wide(array: Array, row: Any, first: Any, four: Any) -> None:
-    a, b, c, d = four
-    store16(array, row * array.shape[1] + first, (float_bits(a), float_bits(b), float_bits(c), float_bits(d)))
+    store_floats(array, row * array.shape[1] + first, four)
 
 
 @pure_function

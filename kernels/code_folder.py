@@ -178,8 +178,7 @@ def _progress(name: str) -> Iterator[None]:
     finally:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    _seconds += time.perf_counter() - start
+    took = time.perf_counter() - start
+    _seconds += took
     _num_compiled = number
-    logger.info(
-        "compiled %s: %.1f s, %.1f s so far, kept in %s", name, time.perf_counter() - start, _seconds, _cache_root()
-    )
+    logger.info("compiled %s: %.1f s, %.1f s so far, kept in %s", name, took, _seconds, _cache_root())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from helpers import models, rank_program
@@ -33,14 +34,37 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(command: list[str], ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Start a program on so many ranks; TimeoutExpired where it hangs."""
+class Done(NamedTuple):
+    """How a program on several ranks ended."""
+
+    returncode: int
+    stdout: str  #: of rank 0
+    others: list[str]  #: the stdout of rank 1, 2, ...
+    stderr: str  #: of rank 0, then 1, ..., each whole
+
+
+def run(command: list[str], ranks: int = 2) -> Done:
+    """Start a program on so many ranks; TimeoutExpired where it hangs.
+
+    Each rank writes files of its own: in one pipe the lines of several get mixed, and within a line where Python does not buffer.
+    """
     assert MPIEXEC.exists(), "the tests need MPI beside Python, as the extra minipage[test] brings it"
-    start = [str(MPIEXEC), "-n", str(ranks), sys.executable, *command]
-    return subprocess.run(start, capture_output=True, text=True, timeout=TIMEOUT, cwd=TESTS, stdin=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"-{name}file-pattern={folder}/{name}-%r" for name in ("out", "err")]
+        start = [str(MPIEXEC), *files, "-n", str(ranks), sys.executable, *command]
+        where: dict[str, Any] = {"cwd": TESTS, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(start, capture_output=True, text=True, timeout=TIMEOUT, **where)
+        stdout, *others = (_text(Path(folder, f"out-{rank}")) for rank in range(ranks))
+        stderr = "".join(_text(Path(folder, f"err-{rank}")) for rank in range(ranks))
+    return Done(done.returncode, stdout, others, stderr + done.stderr)
 
 
-def run_program(ranks: int, *trouble: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
+def _text(file: Path) -> str:
+    """What a rank wrote: there is no file where that is nothing."""
+    return file.read_text() if file.exists() else ""
+
+
+def run_program(ranks: int, *trouble: str, **keywords: Any) -> Done:
     """The program of ``helpers/rank_program.py`` on so many ranks."""
     return run(["-m", "helpers.rank_program", json.dumps(keywords | {"tensor_parallel_size": ranks}), *trouble], ranks)
 
@@ -167,8 +191,8 @@ except ValueError as error:
 """
     done = run(["-c", code, model()])
     assert done.returncode == 0, done.stderr
-    before, also_before, length, *errors = done.stdout.splitlines()
-    assert (before, also_before) == ("before", "before")
+    before, length, *errors = done.stdout.splitlines()
+    assert before == "before" and done.others == ["before\n"]
     assert length == f"4 {max(1, physical_cores() // 2)}"  # ranks on the same cores share them
     assert [error.split(":")[0] for error in errors] == ["tensor_parallel_size=2"] * 3
     assert "neither saved nor loaded" in errors[0] and errors[1] == errors[0]
@@ -231,6 +255,7 @@ def test_the_command_line(model: Any, tmp_path: Path) -> None:
     done = run([*arguments, "--num-blocks", "20", "--max-tokens", "3", "--file", str(file)])
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["prompt_token_ids"] for line in done.stdout.splitlines()] == [[1, 2, 3], [4, 5]]
+    assert done.others == [""]
     bad = run([*arguments, "--file", str(file), "--quantization", "int8", "--num-blocks", "0"])
     assert bad.returncode == 2 and "num_blocks=0 is not allowed" in bad.stderr
     unfit = run([*arguments, "--file", str(file), "--max-model-len", "5000"])

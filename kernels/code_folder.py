@@ -17,6 +17,18 @@ logger = logging.getLogger("minipage")
 
 _SUFFIXES = ".o", ".cubin", ".lock", ".tmp"  #: of all files in a folder of code
 _CHECKSUM_BYTES = 32
+#: Of Numba's settings, those that choose the code it makes: what was compiled for a debugger must not serve later processes.
+_SETTINGS = (
+    "NUMBA_BOUNDSCHECK",
+    "NUMBA_CPU_FEATURES",
+    "NUMBA_CPU_NAME",
+    "NUMBA_CUDA_DEBUGINFO",
+    "NUMBA_DEBUGINFO",
+    "NUMBA_ENABLE_AVX",
+    "NUMBA_LOOP_VECTORIZE",
+    "NUMBA_OPT",
+    "NUMBA_SLP_VECTORIZE",
+)
 _KEPT_UNUSED = 30 * 24 * 3600  #: seconds since its last use for which code of another state is kept
 _seconds = 0.0  #: that compiling has taken
 _announced: set[Path] = set()  #: files of kernels that are known to be needed
@@ -36,7 +48,8 @@ class CodeFolder:
     @property
     def path(self) -> Path:
         """Where it is: in a folder of MINIPAGE_KERNEL_CACHE, else of the user's cache folder."""
-        return _cache_root() / _digest(self._digest + repr((sys.version, *self._versions())))
+        settings = [(name, os.environ[name]) for name in _SETTINGS if name in os.environ]
+        return _cache_root() / _digest(self._digest + repr((sys.version, *self._versions(), *settings)))
 
     def code(self, name: str, variant: str, compile: Callable[[], bytes]) -> bytes:
         """A kernel's code, by ``compile`` unless it is in the folder; ``name`` and ``variant`` say which kernel it is."""

@@ -50,6 +50,16 @@ def never() -> bytes:
     raise AssertionError("compiled what is there")
 
 
+def test_settings_of_the_compiler_give_other_code(sources: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled without optimization serves only where that is wanted; other settings of Numba change nothing."""
+    usual = a_process(sources).path
+    for name, value in {"NUMBA_OPT": "0", "NUMBA_CPU_NAME": "generic", "NUMBA_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+        assert (a_process(sources).path == usual) == (name == "NUMBA_NUM_THREADS")
+        monkeypatch.delenv(name)
+    assert a_process(sources).path == usual
+
+
 def test_sources_that_change_give_other_code(sources: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any of them, not only the kernel's own, and those that all kernels share."""
     shared = sources.parent / "shared"

@@ -40,9 +40,8 @@ def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:
         merged = cuda.shared.array(num_sums, float32)
         thread, tile, outputs, tokens = cuda.threadIdx.x, cuda.blockIdx.x, out.shape[1], int32(1 << log_tokens)
         lane, part = thread & (WARP - 1), thread >> LOG_WARP
-        pair = 2 * (
-            lane & 3
-        )  # of the lane's two tokens, the first; the last token stands in for those that are not there
+        # Of the lane's two tokens, the first; the last token stands in for those that are not there.
+        pair = 2 * (lane & 3)
         room = Room(part * ITEMS * ITEM_WORDS, part * ITEMS // 4, tokens, LOG_ITEMS - log_tokens, LOG_ITEMS)
         own = room.start + 4 * min(lane, 4 * tokens - 1)
         own_total, next_total = room.start_total + min(pair, tokens - 1), room.start_total + min(pair + 1, tokens - 1)

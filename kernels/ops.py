@@ -8,7 +8,8 @@ Rules that hold for every op:
 * It writes into buffers that it is given and allocates nothing on the device, so that a step can be recorded and replayed.
 * Activations are float32. Softmax, norms and accumulation are in float32 whatever the storage. With a quantised weight,
   ``linear`` may quantise its inputs as well, in groups of GROUP_SIZE: the CPU's does, to int16 for int8 and to int8 for the
-  int4 kinds. CUDA's takes inputs as pairs of 16-bit floats, exact to 2**-17; with float16 weights, up to 2**20 in magnitude.
+  int4 kinds. CUDA's takes inputs as pairs of 16-bit floats, exact to 2**-17, unless the weight is float32; with float16
+  weights, up to 2**20 in magnitude.
 * Storage dtypes are told by the array: ``float32``, ``float16``, or ``uint16`` for the bits of bfloat16; pages of K and V may
   be ``int8`` as well (:mod:`kernels.pages`). Their last dims are then the bytes of float32 scales: a block of keys is
   [D + 4, B], the last four rows of which are B scales in order, and a block of values [B, D + 4], where each token's row ends

@@ -192,8 +192,8 @@ class Worker:
 
 def result_of(output: Any) -> dict[str, Any]:
     """What is kept of a RequestOutput."""
-    names = ("index", "text", "token_ids", "finish_reason", "cumulative_logprob")
-    outputs = [{name: getattr(completion, name) for name in names} for completion in output.outputs]
+    names = ("index", "text", "token_ids", "finish_reason", "cumulative_logprob", "logprobs")
+    outputs = [{name: dataclasses.asdict(completion)[name] for name in names} for completion in output.outputs]
     return {"num_prompt_tokens": len(output.prompt_token_ids), "outputs": outputs}
 
 
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--address", help='of a Ray cluster, such as "auto" on one of its machines; default: this machine alone'
     )
     add_sampling_options(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, without=("tensor_parallel_size",))  # a worker is one process
     args = parser.parse_args(argv)
     return run_guarded("batch_ray.py", lambda: run(args))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
+from bench_options import new_parser
 from decode_bench.bench import Bench, say
 from decode_bench.checkpoints import KINDS
 from decode_bench.processes import OURS, PEER_MODULES, EngineFailed, Side, find_llama_cli, find_peer
@@ -37,9 +38,7 @@ DEFAULT_KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--model", type=Path, metavar="FILE", help="a GGUF file of architecture llama (default: the demo model)")
     add("--kinds", nargs="+", choices=list(KINDS), default=list(DEFAULT_KINDS), help="number formats of the weights")
@@ -55,13 +54,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--passive-peers",
         action=argparse.BooleanOptionalAction,
-        default=os.getloadavg()[0] > 1,
-        help="let threads of peers sleep where they would wait busily; default: if the machine is busy already",
+        help="let threads of peers sleep where they would wait busily (default: if the machine is busy already)",
     )
     add("--llama-cli", metavar="PATH", help="llama.cpp's llama-completion, for the first token (default: from PATH)")
     add("--cache", type=Path, default=cache_folder() / "bench", metavar="DIR", help="where the number formats are kept")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
-    add("--quick", action="store_true", help="two rounds of a few tokens, to see that everything runs")
+    add("--quick", action="store_true", help="two rounds of a few tokens, to see that all parts run")
     args = parser.parse_args(arguments)
     for name in ("batches", "prefill", "context", "rounds", "threads"):
         value = getattr(args, name)
@@ -69,6 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {value}")
     if args.quick:
         args.rounds, args.prefill, args.context = min(args.rounds, 2), min(args.prefill, 32), min(args.context, 64)
+    if args.passive_peers is None:
+        args.passive_peers = os.getloadavg()[0] > 1
     args.llama_cli = find_llama_cli(args.llama_cli)
     return args
 

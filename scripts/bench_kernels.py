@@ -12,7 +12,6 @@ calls is shown too. The paper has 1.20 to 1.26 (figure 18a: an A100, contexts of
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
 import numpy as np
+from bench_options import new_parser
 from memory_bench.report import Row, table, write_json
 
 from minipage.device import open_device
@@ -121,19 +121,20 @@ def interleaved(calls: Sequence[Callable[[], None]], rounds: int) -> list[list[f
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    add("--contexts", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
-    add("--batches", type=int, nargs="+", default=[1, 8])
+    add("--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128], metavar="N", help="tokens of a block")
+    contexts = [128, 256, 512, 1024, 2048, 4096]
+    add("--contexts", type=int, nargs="+", default=contexts, metavar="N", help="tokens of a sequence, whole blocks")
+    add("--batches", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences that decode at once")
     add("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="of K and V")
-    add("--rounds", type=int, default=101)
+    add("--rounds", type=int, default=101, metavar="N", help="calls of each, in turns; their median counts")
     add("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(arguments)
     if odd := [(c, b) for c in args.contexts for b in args.block_sizes if b < 1 or c < 1 or c % b]:
-        parser.error(f"each context must be a multiple of each block size, {odd[0][0]} is none of {odd[0][1]}")
+        parser.error(
+            f"each of --contexts must be a multiple of each of --block-sizes; {odd[0][0]} is none of {odd[0][1]}"
+        )
     if args.rounds < 1 or min(args.batches) < 1:
         parser.error(f"--rounds and --batches must be at least 1, got {args.rounds} and {args.batches}")
     device = open_device("cpu")

@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
+from bench_options import new_parser
 from memory_bench import beams, plots, sharing, swapping, trace, waste
 from memory_bench.contiguous import next_power_of_two
 from memory_bench.replay import KV_SLOTS
@@ -101,22 +102,20 @@ PARTS: dict[str, Part] = {
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add(
         "--parts",
         nargs="+",
         choices=list(PARTS),
         metavar="PART",
-        help=f"of {', '.join(PARTS)}; all that apply if not given",
+        help=f"of {', '.join(PARTS)} (default: all that apply)",
     )
     add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="Azure's CSV or Mooncake's JSON lines, .gz or not, for made-up lengths",
+        help="Azure's CSV or Mooncake's JSON lines, .gz or not, in place of made-up lengths",
     )
     add("--requests", type=int, default=300, help="of a trace; the made-up Alpaca-like one has three times as many")
     add("--max-length", type=int, default=2048, help="tokens of a request at most; longer ones are left out")

@@ -35,9 +35,11 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in
 
 import numpy as np
+from bench_options import new_parser
 from memory_bench.report import Row, table, write_json
 
 from minipage import LLM, SamplingParams
+from minipage.cli.console import run_guarded
 from minipage.engine import drawing
 
 AT_MOST = 0.1  #: of a step
@@ -138,13 +140,11 @@ def measure(llm: LLM, way: str, num_seqs: int, num_steps: int) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    """Run as a program."""
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="MODEL", help="a folder or a GGUF file (default: the demo model, in int4)")
-    add("--device", default="cpu")
+    add("--device", default="cpu", help="of the model")
     add("--threads", type=int, metavar="N", help="CPU threads (default: the number of physical cores)")
     add("--sequences", type=int, nargs="+", default=[1, 32, 256], help="that decode at once")
     add("--steps", type=int, default=32, help="that are measured")
@@ -152,6 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.steps < 1 or min(args.sequences) < 1:
         parser.error(f"--steps and --sequences must be at least 1, got {args.steps} and {min(args.sequences)}")
+    return run_guarded("bench_scheduler.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the table."""
     longest = PROMPT_LENGTHS.stop + WARM_UP + args.steps + max(args.sequences)  # those that begin first go on meanwhile
     with LLM(
         args.model,

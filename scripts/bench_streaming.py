@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the clone that this file is in, if it is in one
 
+from bench_options import new_parser
 from tqdm import tqdm
 
 from minipage import LLM, SamplingParams
@@ -153,12 +154,10 @@ def table(args: argparse.Namespace, found: Sequence[Reading]) -> Iterator[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
-    add("-m", "--model", help="a folder, a .gguf file or a hub id; None is the demo model")
-    add("--file", type=Path, help="the text, UTF-8; None is Python's language reference")
+    add("-m", "--model", help="a folder, a .gguf file or a hub id (default: the demo model)")
+    add("--file", type=Path, help="the text, UTF-8 (default: Python's language reference)")
     add("--tokens", type=int, default=20_000, help="of the text to read")
     add("--short", type=int, default=4_000, help="tokens of its beginning, that the whole is compared with")
     add("--window", type=int, default=1024, help="tokens that a token sees, itself among them")
@@ -166,11 +165,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk", type=int, default=512, help="tokens computed at once")
     add("--write", type=int, default=40, help="tokens to write after the text")
     add("--device", default="auto", help="where to compute")
-    add("--threads", type=int, help="CPU threads; None is the physical cores")
+    add("--threads", type=int, help="CPU threads (default: the physical cores)")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args(arguments)
     if not 2 <= args.short <= args.tokens or args.write < 1:
-        parser.error("allowed are 2 <= --short <= --tokens, and 1 <= --write")
+        parser.error(
+            f"--short {args.short}, --tokens {args.tokens} and --write {args.write} are not allowed; they must be "
+            "2 <= --short <= --tokens, and 1 <= --write"
+        )
     return args
 
 

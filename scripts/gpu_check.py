@@ -128,8 +128,13 @@ def check(device: Device, minutes: float) -> int:
 def main() -> int:
     """Check, or be one of the processes that do."""
     parser = argparse.ArgumentParser(description="Check the CUDA kernels, and measure them on a GPU.")
-    parser.add_argument("--device", choices=["cuda", "cuda-sim"], default="cuda")
-    parser.add_argument("--minutes", type=float, default=6, help="on a GPU: what takes longer is left out")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cuda-sim"],
+        default="cuda",
+        help="cuda-sim: checks alone, small ones, without a GPU",
+    )
+    parser.add_argument("--minutes", type=float, default=6, help="on a GPU: what takes longer is left out (default: 6)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # these are for the processes
     parser.add_argument("--share", type=int, nargs=3, default=(0, 1, 0), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0, help=argparse.SUPPRESS)

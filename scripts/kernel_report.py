@@ -126,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a kernel is over its budget, 2 where compiling lacks something."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name has TEXT in it")
-    parser.add_argument("--bandwidth", type=float, default=H200_BANDWIDTH, metavar="GB/S", help="of the GPU's memory")
+    bandwidth_help = f"of the GPU's memory, for the least times (default: {H200_BANDWIDTH:g}, that of an H200)"
+    parser.add_argument("--bandwidth", type=float, default=H200_BANDWIDTH, metavar="GB/S", help=bandwidth_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(arguments)
     if not args.bandwidth > 0:

@@ -229,7 +229,8 @@ def test_a_round_ends_all_that_it_began(
 def test_a_worker_serves_what_it_has_room_for(script: ModuleType, ray: FakeRay, model: str) -> None:
     """Ids of both types are apart, each result comes once, and what cannot be served is told."""
     asked: list[int] = []
-    tasks = [script.Task(name, "a>", None, SamplingParams(temperature=0, max_tokens=3)) for name in (1, "1", 2, "x")]
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=1)
+    tasks = [script.Task(name, "a>", None, params) for name in (1, "1", 2, "x")]
     tasks.insert(2, script.Task("long", "x" * 5000, None, SamplingParams()))
     left = list(tasks)
 
@@ -244,7 +245,21 @@ def test_a_worker_serves_what_it_has_room_for(script: ModuleType, ray: FakeRay, 
     assert asked[:2] == [3, 1]  # two are running, and one was refused
     assert sorted(map(repr, (each["id"] for each in found))) == sorted(repr(task.id) for task in tasks)
     for each in found:
-        assert ("max_model_len" in each["error"]) if each["id"] == "long" else len(each["outputs"][0]["token_ids"]) == 3
+        if each["id"] == "long":
+            assert "max_model_len" in each["error"]
+        else:
+            [output] = json.loads(json.dumps(each))["outputs"]
+            assert len(output["token_ids"]) == len(output["logprobs"]) == 3
+            assert all(
+                str(token) in entry for token, entry in zip(output["token_ids"], output["logprobs"], strict=True)
+            )
+
+
+def test_a_worker_is_one_process(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model among several is for mpiexec, and no option of this program."""
+    with pytest.raises(SystemExit):
+        script.main(["prompts.jsonl", "results.jsonl", "--tensor-parallel-size=2"])
+    assert "unrecognized arguments: --tensor-parallel-size=2" in capsys.readouterr().err
 
 
 def test_tasks_are_taken_once_and_by_fewer_at_the_end(script: ModuleType) -> None:

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,16 @@ def bench_kernels() -> ModuleType:
 def bench_scheduler() -> ModuleType:
     """The script as a module."""
     return importlib.import_module("bench_scheduler")
+
+
+@pytest.mark.parametrize("name", ["decode", "kernels", "memory", "scheduler", "streaming"])
+def test_help_tells_the_defaults_that_say_something(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A default is told once, and not where it is None, "off" or no entries."""
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"bench_{name}").main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: " in text
+    assert not re.search(r"\(default: (None|False|\[\])\)|\) \(default: ", text)
 
 
 def request(prompt: int, output: int, arrival: float = 0.0) -> TraceRequest:

@@ -74,11 +74,11 @@ SAMPLING_OPTIONS = (
     Option("frequency_penalty", float, "on tokens by their count in the output; 0 is none"),
     Option("seed", int, "makes a sampled output the same each time"),
     Option("min_tokens", int, "fewest tokens of output"),
-    Option("logprobs", int, "with --json: report this many of the most likely tokens, and the chosen one"),
+    Option("logprobs", int, "in JSON: report this many of the most likely tokens, and the chosen one"),
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
     """Add --model and the keywords of LLM."""
     group = parser.add_argument_group("model and engine")
     group.add_argument(
@@ -86,7 +86,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="a folder in Hugging Face layout, a .gguf file, or a hub id (default: the demo model, SmolLM2-135M-Instruct)",
     )
-    add_options(group, ENGINE_OPTIONS, EngineConfig)
+    add_options(group, [option for option in ENGINE_OPTIONS if option.keyword not in without], EngineConfig)
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -66,7 +66,9 @@ def download(folder: Path, progress: bool) -> None:
         )
     show_bar = progress and sys.stderr.isatty()
     if progress:
-        print(f"Fetching the demo model {FILE_NAME} ({SIZE >> 20} MiB, once) ...", file=sys.stderr, flush=True)
+        print(
+            f"Fetching the demo model {FILE_NAME} ({SIZE / (1 << 20):.0f} MiB, once) ...", file=sys.stderr, flush=True
+        )
     command = [
         sys.executable,
         "-m",

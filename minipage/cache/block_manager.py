@@ -13,7 +13,7 @@ What is done to a sequence is done in all its tables or in none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .block_allocator import BlockAllocator
@@ -196,12 +196,11 @@ class BlockManager:
             found[index] = self.prefixes.match(token_ids, limit, self._salt(index, salt), gaps=has_window)
             limit = min(limit, len(found[index]) * self.block_size)
         longest = limit // self.block_size
-        while longest and not all(map(self._covers, self.groups, found, [longest] * len(found))):
+        # Groups without a window have all blocks up to the limit.
+        with_gaps = [(group, blocks) for group, blocks in zip(self.groups, found, strict=True) if group.window]
+        while longest and not all(self._covers(group, blocks, longest) for group, blocks in with_gaps):
             longest -= 1
-        return [
-            [block if self._sees(group, index, longest) else RELEASED for index, block in enumerate(blocks[:longest])]
-            for group, blocks in zip(self.groups, found, strict=True)
-        ]
+        return [self._seen_of(group, blocks, longest) for group, blocks in zip(self.groups, found, strict=True)]
 
     def no_hits(self) -> list[list[int]]:
         """What :meth:`match` gives where nothing is cached."""
@@ -217,12 +216,20 @@ class BlockManager:
             table.adopt([block if block == RELEASED else self.allocator.fork(block) for block in blocks])
 
     def _covers(self, group: Group, blocks: list[int], num_blocks: int) -> bool:
-        return all(blocks[i] != RELEASED for i in range(num_blocks) if self._sees(group, i, num_blocks))
+        return all(blocks[index] != RELEASED for index in self._seen(group, num_blocks))
 
-    def _sees(self, group: Group, index: int, num_blocks: int) -> bool:
-        """Whether the token after ``num_blocks`` full blocks sees block ``index``."""
+    def _seen_of(self, group: Group, blocks: list[int], num_blocks: int) -> list[int]:
+        seen = [RELEASED] * num_blocks
+        for index in self._seen(group, num_blocks):
+            seen[index] = blocks[index]
+        return seen
+
+    def _seen(self, group: Group, num_blocks: int) -> Iterator[int]:
+        """Which of ``num_blocks`` full blocks the token after them sees, the last ones first: these are missing most often."""
         size = self.block_size
-        return index * size < group.sinks or index >= group.first_seen(num_blocks * size) // size
+        first = group.first_seen(num_blocks * size) // size
+        yield from reversed(range(first, num_blocks))
+        yield from range(min(first, -(-group.sinks // size)))
 
     @staticmethod
     def _salt(group: int, salt: str | None) -> str:

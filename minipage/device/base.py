@@ -83,10 +83,6 @@ class Device(ABC):
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
 
-    @abstractmethod
-    def total_memory(self) -> int:
-        """Bytes that the device has in all."""
-
     def memory_for_cache(self, utilization: float | None) -> int:
         """Bytes for the KV cache where nobody says how many, the weights loaded already: half of what is free.
 

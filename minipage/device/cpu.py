@@ -11,8 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..config import MOST_THREADS
-from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
 from .huge_pages import HugeArrays, use_huge_pages, use_small_pages
@@ -36,15 +34,10 @@ class HostDevice(Device):
 
     def free_memory(self) -> int:
         """Bytes of memory that the kernel calls available, within the control group's limit; this rank's share of them."""
-        available = _meminfo("MemAvailable")
+        available = _available_memory()
         limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
         free = available if limit is None else min(available, max(limit - (used or 0), 0))
         return free // self.communicator.local_size
-
-    def total_memory(self) -> int:
-        """Bytes of memory of the machine, or of the control group where that is less."""
-        total, limit = _meminfo("MemTotal"), _cgroup_bytes("memory.max")
-        return total if limit is None else min(total, limit)
 
 
 class CpuDevice(HostDevice):
@@ -56,8 +49,6 @@ class CpuDevice(HostDevice):
         from ..kernels import cpu
         from ..kernels.cpu.team import Team
 
-        if num_threads is not None and num_threads > MOST_THREADS:
-            raise InvalidArgumentError(f"num_threads={num_threads} is not allowed; allowed: 1 to {MOST_THREADS}")
         self.num_threads = num_threads or physical_cores()
         self.ops = cast(Ops, cpu)
         self._team = Team(self.num_threads)
@@ -103,16 +94,13 @@ def physical_cores() -> int:
     return max(len(cores), 1)
 
 
-def _meminfo(field: str) -> int:
+def _available_memory() -> int:
+    """Bytes of memory that Linux calls available; elsewhere all physical memory, as POSIX tells it."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == field:
-                return int(rest.split()[0]) * 1024
-    except OSError:
-        pass
-    # No /proc: all physical memory, as POSIX tells it.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -120,7 +120,7 @@ class CudaDevice(PaddedDevice):
             held = self.xp.get_default_memory_pool().used_bytes()
             raise OutOfMemoryError(
                 f"the GPU has no room for the model ({error}): {mebibytes(self.free_memory())} of "
-                f"{mebibytes(self.total_memory())} are free, this process holds {mebibytes(held)}; allowed: less to hold, by "
+                f"{mebibytes(self._total_memory())} are free, this process holds {mebibytes(held)}; allowed: less to hold, by "
                 'quantization="int8" or "int4", a smaller max_num_batched_tokens, num_blocks or kv_cache_memory; another device'
             ) from error
 
@@ -129,14 +129,15 @@ class CudaDevice(PaddedDevice):
         free, _ = self.xp.cuda.runtime.memGetInfo()
         return int(free + self.xp.get_default_memory_pool().free_bytes())
 
-    def total_memory(self) -> int:
+    def _total_memory(self) -> int:
+        """Bytes that the GPU has in all."""
         _, total = self.xp.cuda.runtime.memGetInfo()
         return int(total)
 
     def memory_for_cache(self, utilization: float | None) -> int:
-        """So much that ``utilization`` of the memory (default: nine tenths) is in use, whoever uses the rest of it."""
-        used = self.total_memory() - self.free_memory()
-        return max(int(self.total_memory() * (utilization or 0.9)) - used, 0)
+        """What ``utilization`` of the GPU's memory (default: nine tenths) leaves beside all that is in use, by whomever."""
+        used = self._total_memory() - self.free_memory()
+        return max(int(self._total_memory() * (utilization or 0.9)) - used, 0)
 
     def begin_thread(self) -> None:
         """Make this GPU the current one of the thread, as CuPy has one for each."""

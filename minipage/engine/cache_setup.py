@@ -24,8 +24,8 @@ def make_cache(
     max_model_len: int,
     free_memory: int,
     default_budget: int,
-) -> tuple[KVCache, BlockManager, str]:
-    """The pages of all groups of layers, the accounting of their blocks, and a sentence on their size.
+) -> tuple[KVCache, BlockManager]:
+    """The pages of all groups of layers, and the accounting of their blocks; the log tells their size.
 
     Memory is that which all ranks have, ``free_memory`` and, where nobody says how much to take, ``default_budget``.
     """
@@ -49,7 +49,7 @@ def make_cache(
     is_checked = debug.is_enabled() and device.communicator.rank == 0
     new_cache = partial(debug.CheckedKVCache, blocks) if is_checked else KVCache
     kv = new_cache(device, shape, num_blocks, layer_groups=layer_groups, num_host_blocks=num_host_blocks)
-    return kv, blocks, message
+    return kv, blocks
 
 
 def group_layers(windows: Sequence[int], sinks: int = 0) -> tuple[list[Group], list[int]]:

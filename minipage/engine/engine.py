@@ -126,10 +126,6 @@ class Engine:
         """Whether :meth:`step` has anything to do."""
         return bool(self._tracked)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request is still in the engine."""
-        return request_id in self._tracked
-
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step(self) -> list[RequestOutput]:
         """Compute one iteration. Returns an output for each request that got a token or ended, but for those with a sink of

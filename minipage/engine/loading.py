@@ -50,7 +50,6 @@ class ModelInfo:
     weight_bytes: int
     kv_cache_bytes: int
     buffer_bytes: int
-    memory_message: str
 
 
 def load_engine(model: str | None, config: EngineConfig) -> tuple[Engine, ModelInfo]:
@@ -138,7 +137,7 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
     weight_bytes = bytes_by_kind(params.values())
     free = min(ranks.exchange(device.free_memory()))
     default = min(ranks.exchange(device.memory_for_cache(config.gpu_memory_utilization)))
-    kv, blocks, message = ranks.together(
+    kv, blocks = ranks.together(
         lambda: make_cache(
             decoder.config, config, device, sum(weight_bytes.values()), model.max_model_len, free, default
         )
@@ -152,7 +151,6 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, device: Device) -> tuple
         weight_bytes=sum(weight_bytes.values()),
         kv_cache_bytes=kv.nbytes,
         buffer_bytes=decoder.buffer_bytes,
-        memory_message=message,
     )
     cost = PreemptionCost(config.preemption_mode, kv.shape.bytes_per_block)
     runner = _make_runner(model, config, device, decoder, kv, cost)

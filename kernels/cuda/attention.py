@@ -9,6 +9,7 @@ import numpy as np
 from numpy import float32
 
 from ..dtypes import float_kind
+from ..ops import MAX_HEAD_DIM
 from . import attention_scalar, attention_tensor
 from .attention_kernels import part_kernel
 from .attention_merge import merge_kernel
@@ -18,7 +19,6 @@ from .target import WARP, address, blocks_for, launch, pure_function, scratch
 
 Array = Any
 
-MAX_HEAD_DIM = 256
 LOG2_E = 1 / math.log(2)
 ENOUGH_BLOCKS = 1024  #: that fill a GPU, so that one may take two tiles of rows
 MOST_SCRATCH = 1 << 26  #: floats that parts are kept in; of how many tokens at a time, follows from it
@@ -78,7 +78,7 @@ def paged_attention(
     num_sinks: int = 0,
     sink_q: Array | None = None,
 ) -> None:
-    """See :meth:`kernels.ops.Ops.paged_attention`; head sizes up to 256."""
+    """See :meth:`kernels.ops.Ops.paged_attention`; head sizes up to MAX_HEAD_DIM."""
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     if head_dim > MAX_HEAD_DIM:

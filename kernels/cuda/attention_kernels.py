@@ -20,13 +20,12 @@ from .attention_tile import (
     max_of_warps,
     padded_dim,
     parts_of,
-    quad_max,
-    quad_sum,
     sequence_of_tile,
     sum_of_warps,
 )
 from .intrinsics import multiply
 from .target import WARP, bounded_kernel, cuda, divide, int32
+from .warps import quad_max, quad_sum
 
 Array = Any
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from numpy import float32, int64
 
-from .attention_tile import STEP, TILE_ROWS, UNIT, WARPS, Arithmetic, quad_sum
+from .attention_tile import STEP, TILE_ROWS, UNIT, WARPS, Arithmetic
 from .formats import widen
 from .intrinsics import hidden, load_floats, multiply_add, store_floats
 from .target import cuda, device_function, pure_function
+from .warps import quad_sum
 
 Array = Any
 

@@ -13,9 +13,10 @@ from typing import Any
 from numpy import float32, int64, uint32
 
 from . import intrinsics
-from .attention_tile import TILE_ROWS, UNIT, WARPS, Arithmetic, quad_max
+from .attention_tile import TILE_ROWS, UNIT, WARPS, Arithmetic
 from .intrinsics import bits_float, float_bits, load16, load_floats, multiply, permute_bytes, store16, store_floats
 from .target import WARP, device_function, pure_function
+from .warps import quad_max
 
 Array = Any
 

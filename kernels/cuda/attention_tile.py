@@ -33,7 +33,6 @@ STEPS = PART // STEP
 WARP_STEPS = STEPS // WARPS
 UNIT = 64  #: dims of the values that a warp computes
 SUMS = 16  #: of a lane: 8 dims of two rows
-ALL_LANES = 0xFFFFFFFF
 NOTHING = float32(-math.inf)  #: the score of what is not seen
 
 
@@ -94,20 +93,6 @@ def sequence_of_tile(tile: Any, query_start: Array, group: Any, shift: Any) -> A
         begins = s < query_start.shape[0] - 1 and (query_start[s] * group >> shift) + s <= tile
         count += cuda.syncthreads_count(1 if begins else 0)
     return int32(count - 1)
-
-
-@device_function
-def quad_max(x: Any) -> Any:
-    """The largest x of the lanes with the same g."""
-    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
-    return max(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
-
-
-@device_function
-def quad_sum(x: Any) -> Any:
-    """The sum of x over the lanes with the same g."""
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
-    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
 
 
 @pure_function

@@ -83,8 +83,6 @@ narrow_kernels = {
     kind: _narrow_kernels(kind, pack) for kind, pack in (("float16", pack_half), ("bfloat16", pack_bfloat16))
 }
 add_bias_kernels = for_each_access(_add_bias_kernel)
-
-
 widen_kernels = {kind: _widen_kernel(VALUES[kind]) for kind in KINDS if kind not in STORAGE}
 
 

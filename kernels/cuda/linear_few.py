@@ -15,6 +15,7 @@ from .linear_operands import KINDS, Kind
 from .linear_parts import FOUR_ZEROS, ITEM_WORDS, SPLITS, ZERO, Room, Source, reading_ahead, staging
 from .rows import choose, for_each_access
 from .target import HALF_OF_WARPS, WARP, blocks_for, bounded_kernel, cuda, launch
+from .warps import LOG_WARP
 from .weights import STEP, TILE
 
 Array = Any
@@ -22,7 +23,6 @@ Array = Any
 FEW = 8  #: the most tokens
 LOG_ITEMS = 6  #: a warp's at a time: two a lane
 ITEMS = 1 << LOG_ITEMS
-LOG_WARP = 5
 
 
 def _few_kernel(kind: Kind, splits: int, load: Any) -> Any:

@@ -27,11 +27,11 @@ from .target import (
     pure_function,
     scratch,
 )
+from .warps import LOG_WARP
 from .weights import STEP, TILE
 
 Array = Any
 
-LOG_WARP = 5
 WARPS = 2 if SIMULATED else 8  #: of a block
 SLAB = 64 if SIMULATED else 256  #: tokens of a launch, so that their parts do not take much memory
 LOG_EIGHTS = 3  #: items of a token in a step

@@ -46,17 +46,12 @@ EIGHT = 8  #: inputs of a lane, side by side
 
 ZERO = float32(0)
 SIGNS = uint32(0x80808080)
-NIBBLES, BIASED_NIBBLES = (
-    uint32(0x000F000F),
-    uint32(0x43004300),
-)  #: two codes, and what makes them 128 + code in bfloat16
-INTEGER, INTEGER_BITS = float32(2**23 + 128), uint32(0x4B000000)  #: 2**23 as float32, whose last bits count ones
-FIRST, SECOND, THIRD, FOURTH = (
-    uint32(0x7440),
-    uint32(0x7441),
-    uint32(0x7442),
-    uint32(0x7443),
-)  #: that byte in INTEGER_BITS
+#: Two codes, and what makes them 128 + code in bfloat16.
+NIBBLES, BIASED_NIBBLES = uint32(0x000F000F), uint32(0x43004300)
+#: What to subtract from a float32 of 2**23 with a byte, 128 more than a code, in its last bits; and the bits of 2**23.
+INTEGER, INTEGER_BITS = float32(2**23 + 128), uint32(0x4B000000)
+#: Selectors of :func:`.intrinsics.permute_bytes`: that byte of a word in the place of the last one of INTEGER_BITS.
+FIRST, SECOND, THIRD, FOURTH = uint32(0x7440), uint32(0x7441), uint32(0x7442), uint32(0x7443)
 UPPER_HALVES = uint32(0x7632)  #: of two words
 BIAS, SYMMETRIC_BIAS = float32(-128), float32(-128 - INT4_ZERO)
 HALF_UNIT, HALF_LOW, HALF_LIMIT = float32(1 / 16), float32(2048), float32(32768)
@@ -172,8 +167,8 @@ def eight_bytes(first: Any, second: Any) -> Any:
 
 @pure_function
 def two_bytes(word: Any, low: Any, high: Any) -> Any:
-    """Two bytes, 128 more than a code each, as a word: each as the last bits of 2**23 becomes a float32, of whose bits the upper
-    half is not 0 only."""
+    """Two bytes, 128 more than a code each, as a word of two codes in bfloat16: a byte in the last bits of 2**23 makes a float32,
+    and what that is without 2**23 and 128 has bits in its upper half only, which are a bfloat16."""
     x = bits_float(permute_bytes(uint32(word), INTEGER_BITS, low)) - INTEGER
     y = bits_float(permute_bytes(uint32(word), INTEGER_BITS, high)) - INTEGER
     return permute_bytes(float_bits(x), float_bits(y), UPPER_HALVES)

@@ -16,7 +16,8 @@ from numpy import float32, int32, uint32
 
 from .intrinsics import element_at, store16
 from .linear_operands import EIGHT, Kind, sum_of_parts
-from .target import blocks_for, cuda, device_function, pure_function
+from .target import blocks_for, pure_function
+from .warps import quad_sum
 from .weights import STEP, TILE
 
 Array = Any
@@ -24,7 +25,6 @@ Array = Any
 SPLITS = (1, 4, 8, 16)  #: into how many parts inputs may be cut
 ENOUGH = 2048  #: warps, each with a part of a tile, that keep all multiprocessors of a large GPU busy
 ITEM_WORDS = 8
-ALL_LANES = 0xFFFFFFFF
 ZERO = float32(0)
 FOUR_ZEROS = (ZERO, ZERO, ZERO, ZERO)
 
@@ -34,14 +34,6 @@ def num_splits(shape: tuple[int, int]) -> int:
     tiles, steps = blocks_for(shape[0], TILE), blocks_for(shape[1], STEP)
     wanted = next((n for n in SPLITS if tiles * n >= ENOUGH), SPLITS[-1])
     return max(n for n in SPLITS if n <= min(wanted, max(1, steps)))
-
-
-@device_function
-def quad_sum(value: Any) -> Any:
-    """The sum over four lanes side by side, in each of them."""
-    value += cuda.shfl_xor_sync(ALL_LANES, value, 1)
-    value += cuda.shfl_xor_sync(ALL_LANES, value, 2)
-    return value
 
 
 class Room(NamedTuple):

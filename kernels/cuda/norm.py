@@ -13,21 +13,11 @@ from numpy import float32
 
 from .rows import choose, for_each_access
 from .target import SIMULATED, WARP, blocks_for, cuda, device_function, kernel, launch
+from .warps import warp_sum
 
 Array = Any
 
-ALL_LANES = 0xFFFFFFFF
 MOST_WARPS = 2 if SIMULATED else 32  #: of a block
-
-
-@device_function
-def warp_sum(value: Any) -> Any:
-    """The sum of ``value`` over the 32 threads of a warp, in every one of them: halves are exchanged five times."""
-    distance = WARP // 2
-    while distance > 0:
-        value += cuda.shfl_xor_sync(ALL_LANES, value, distance)
-        distance //= 2
-    return value
 
 
 @device_function

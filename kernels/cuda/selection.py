@@ -16,26 +16,22 @@ from typing import Any
 from numpy import float32, int64, uint32
 
 from .intrinsics import float_bits
-from .norm import ALL_LANES, warp_sum
 from .random import part_of
 from .target import SIMULATED, WARP, cuda, device_function, pure_function
+from .warps import ALL_LANES, warp_sum
 
 Array = Any
 
 NUM_WARPS = 2 if SIMULATED else 32
 THREADS = NUM_WARPS * WARP
-DIGIT = (
-    7 if SIMULATED else 11
-)  #: bits of a rank that a pass over the row finds; a simulated bin costs as much as a token
+#: Bits of a rank that a pass over the row finds; a simulated bin costs as much as a token.
+DIGIT = 7 if SIMULATED else 11
 BINS = 1 << DIGIT
 PARTS = 32  #: into which a pass divides the ids that are still in question
 CARRY = 1 << 32
 SIGN = 1 << 31
-PLACE_OF_NAN, LOWEST, HIGHEST = (
-    (1 << 32) - 1,
-    0x00800000,
-    0xFF7FFFFF,
-)  #: places of NaN, and of the outermost finite numbers
+#: Places (:func:`place_of`) of NaN, and of the outermost finite numbers.
+PLACE_OF_NAN, LOWEST, HIGHEST = (1 << 32) - 1, 0x00800000, 0xFF7FFFFF
 
 
 @pure_function

@@ -6,13 +6,14 @@ wrong type.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]  #: the content of a config.json
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_INTEGER = 2**31 - 1  #: beyond any model, and what a float holds exactly
+SMALLEST, LARGEST = 1e-30, 1e30  #: numbers that are sane at all, whose quotients and powers a float64 holds
 MAX_LAYERS = 10_000  #: beyond any model; keeps a hostile config from making lists without end
 
 #: Names in ``hidden_act`` -> the activation of the op set. All tanh forms are one formula.
@@ -36,21 +37,16 @@ def refuse(key: str, value: Any, allowed: str) -> ValueError:
 
 
 def integer(
-    fields: Fields, key: str, default: int | None = None, *, minimum: int = 1, maximum: int | None = None
+    fields: Fields, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
 ) -> int:
     """An int in minimum..maximum; the default where the key is absent or null, an error where there is no default."""
     value = fields.get(key)
     if value is None:
         value = default
-    allowed = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
+    allowed = f"an integer of at least {minimum} and at most {maximum}"
     if value is None:
         raise ValueError(f"{key} is missing; allowed: {allowed}")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < minimum
-        or (maximum is not None and value > maximum)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise refuse(key, value, allowed)
     return value
 
@@ -61,14 +57,15 @@ def optional_integer(fields: Fields, key: str, *, minimum: int) -> int | None:
 
 
 def number(fields: Fields, key: str, default: float | None = None) -> float:
-    """A finite float above 0; the default where the key is absent or null, an error where there is no default."""
+    """A float from SMALLEST to LARGEST; the default where the key is absent or null, an error where there is no default."""
     value = fields.get(key)
+    allowed = f"a number from {SMALLEST:g} to {LARGEST:g}"
     if value is None:
         value = default
     if value is None:
-        raise ValueError(f"{key} is missing; allowed: a number above 0")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise refuse(key, value, "a finite number above 0")
+        raise ValueError(f"{key} is missing; allowed: {allowed}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= LARGEST:
+        raise refuse(key, value, allowed)
     return float(value)
 
 

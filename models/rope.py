@@ -65,7 +65,7 @@ def plain_frequencies(theta: float | Floats, rotary_dim: int) -> Floats:
 def dynamic_frequencies(rope: RopeConfig, positions: Floats) -> Floats:
     """[P, R/2]: theta of position p is that of a sequence of p + 1 tokens, unchanged within the original context."""
     length = np.maximum(positions + 1, rope.original_max_position)[:, None]
-    stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
+    stretch = 1 + rope.factor * (length / rope.original_max_position - 1)
     return plain_frequencies(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)), rope.rotary_dim)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from minipage.models import RopeConfig, read_config
+from minipage.models.fields import LARGEST, SMALLEST
 from minipage.models.rope import CHUNK, KINDS, frequencies, rope_tables
 
 CONFIG: dict[str, Any] = {
@@ -156,3 +157,21 @@ def test_tables_do_not_depend_on_their_length() -> None:
         short, long = rope_tables(rope, 700)[0], rope_tables(rope, CHUNK + 3)[0]
         np.testing.assert_array_equal(short, long[:700])
         assert np.isfinite(long).all()
+
+
+@pytest.mark.parametrize("number", [SMALLEST, 1e-9, 3.0, 1e9, LARGEST])
+@pytest.mark.parametrize(
+    "key", ["rope_theta", "factor", "beta_fast", "beta_slow", "attention_factor", "high_freq_factor"]
+)
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_tables_are_finite_whatever_is_allowed(kind: str, key: str, number: float) -> None:
+    """A number that a config may have makes no table with infinities or NaN, or is refused where it cannot go with others."""
+    usual = {"factor": 4.0, "low_freq_factor": 1e-30, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    try:
+        rope = read_rope({"rope_type": kind, **usual, key: number})
+    except ValueError as error:
+        assert key in str(error) and number in (SMALLEST, 1e-9)
+        return
+    with np.errstate(all="raise", under="ignore"):
+        cos, sin = rope_tables(rope, 600)
+    assert np.isfinite(cos).all() and np.isfinite(sin).all()

@@ -364,8 +364,8 @@ def test_window_counts_where_the_file_has_one(tmp_path: Path) -> None:
         ({"llama.embedding_length": "32"}, "embedding_length is '32'"),
         ({"llama.context_length": 0}, "context_length is 0"),
         (
-            {"llama.attention.key_length": 2**31, "llama.attention.value_length": 2**31},
-            r"has shape \[64, 32\], wanted \[8589934592, 32\]",
+            {"llama.attention.key_length": 2**30, "llama.attention.value_length": 2**30},
+            r"has shape \[64, 32\], wanted \[4294967296, 32\]",
         ),
         ({SCALING + "type": "longrope"}, r"scaling\.type is 'longrope'; allowed: none, linear, yarn"),
         ({SCALING + "type": "linear"}, r"scaling\.factor is missing"),

@@ -28,7 +28,15 @@ from tqdm import tqdm
 from minipage import LLM, RequestOutput, SamplingParams
 from minipage.cli.console import run_guarded, show_log
 from minipage.cli.options import add_engine_options, add_sampling_options, engine_keywords, sampling_params
-from minipage.cli.prompts import Prompt, add_prompt_options, conversation, read_prompts, to_json, to_text
+from minipage.cli.prompts import (
+    Prompt,
+    add_prompt_options,
+    check_complete,
+    conversation,
+    read_prompts,
+    to_json,
+    to_text,
+)
 from minipage.text.chat import encode_chat, render_chat
 
 
@@ -147,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
             measured = complete(llm, engine_prompts(llm, prompts, args), params, bar, emit)
         print(report(measured, llm, loading), file=sys.stderr)
+        check_complete(measured.finished[number] for number in range(len(prompts)))
     return 0
 
 

@@ -101,6 +101,8 @@ class Chat:
             print("" if said else "(nothing)")
             if ctrl_c.interrupted:
                 note("stopped")
+            elif output.outputs[0].finish_reason == "abort":
+                note(f"cut off: {output.outputs[0].stop_reason}")
             elif output.outputs[0].finish_reason == "length":
                 self._note_length(output)
         if said:

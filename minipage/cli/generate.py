@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .console import show_log
 from .options import add_engine_options, add_sampling_options, engine_keywords, sampling_params
-from .prompts import Prompt, add_prompt_options, conversation, read_prompts, to_json, to_text
+from .prompts import Prompt, add_prompt_options, check_complete, conversation, read_prompts, to_json, to_text
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -48,11 +48,12 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, args: argparse.Nam
         outputs = llm.stream_chat(conversation(prompt, args.system), params)
     else:
         outputs = llm.stream(prompt, params)
-        beginning = prompt if isinstance(prompt, str) else prompt.get("prompt", "")
+        beginning = prompt if isinstance(prompt, str) else prompt.get("prompt") or ""
     for output in outputs:
         print(beginning + output.outputs[0].delta_text, end="", flush=True)
         beginning = ""
     print()
+    check_complete([output])
 
 
 def _batch(llm: LLM, prompts: list[Prompt], params: SamplingParams, args: argparse.Namespace) -> None:
@@ -62,3 +63,4 @@ def _batch(llm: LLM, prompts: list[Prompt], params: SamplingParams, args: argpar
         outputs = llm.generate(prompts, params)
     for number, output in enumerate(outputs):
         print(to_json(output) if args.json else to_text(output, number, show_prompt=not args.chat, labelled=True))
+    check_complete(outputs)

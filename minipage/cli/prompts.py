@@ -13,6 +13,7 @@ from ..errors import InvalidArgumentError
 from ..outputs import CompletionOutput, RequestOutput
 
 Prompt = str | dict[str, Any]
+BYTE_ORDER_MARK = "\ufeff"  #: that some editors begin a file with
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
@@ -52,7 +53,10 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def parse_lines(lines: Iterable[str], name: str) -> list[Prompt]:
     """One prompt a line, empty lines left out; all lines are JSON where the first one is a JSON object."""
-    numbered = [(number, text) for number, line in enumerate(lines, 1) if (text := line.rstrip("\r\n")).strip()]
+    texts = (
+        line.rstrip("\r\n").removeprefix(BYTE_ORDER_MARK if number == 0 else "") for number, line in enumerate(lines)
+    )
+    numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
     if not numbered or not _is_object(numbered[0][1]):
         return [text for _, text in numbered]
     return [_parse_object(text, f"{name}, line {number}") for number, text in numbered]
@@ -60,14 +64,22 @@ def parse_lines(lines: Iterable[str], name: str) -> list[Prompt]:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(_parse(text), dict)
     except ValueError:
         return False
 
 
+def _parse(text: str) -> Any:
+    """JSON; ValueError too where it is nested deeper than Python reads."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def _parse_object(text: str, where: str) -> Prompt:
     try:
-        prompt = json.loads(text)
+        prompt = _parse(text)
     except ValueError as error:
         raise InvalidArgumentError(f"{where} is not JSON: {error}") from error
     if not isinstance(prompt, dict) or not prompt or set(prompt) - _PROMPT_KEYS:
@@ -91,6 +103,16 @@ def to_json(output: RequestOutput) -> str:
         del completion["delta_text"]
     del result["finished"]
     return json.dumps(result)
+
+
+def check_complete(outputs: Iterable[RequestOutput]) -> None:
+    """Raise ValueError where a completion was ended by the engine, which says why: such as logits that are not numbers."""
+    for number, output in enumerate(outputs):
+        for completion in output.outputs:
+            if completion.finish_reason == "abort":
+                raise ValueError(
+                    f"completion {completion.index} of prompt {number} was cut off: {completion.stop_reason}"
+                )
 
 
 def to_text(output: RequestOutput, number: int, *, show_prompt: bool, labelled: bool) -> str:

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from helpers.models import history_tensors, write_safetensors
+from helpers.talker import talker
 
 from minipage import LLM
+from minipage.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -98,3 +102,51 @@ def test_speculation_shows_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -
     speculative = ("--speculative", "ngram", "--num-speculative-tokens", "3")
     assert run("generate", "xyxyxy~", "--max-tokens", "30", *speculative) == plain
     assert options == [("ngram", 3)]
+
+
+def test_prompts_nested_deeper_than_json_goes(run: Run, feed: Callable[[str], None]) -> None:
+    """A first line that only begins as JSON is text, however deep; among lines of JSON it is an error that names the line."""
+    deep = "[" * 1000 + ">"
+    feed(deep + "\n")
+    assert run("generate") == (0, deep + "Paris.\n", "")
+    feed('{"prompt": ">"}\n' + '{"prompt":' * 100_000)
+    code, out, err = run("generate")
+    assert (code, out) == (2, "") and "standard input, line 2 is not JSON" in err
+
+
+def test_a_prompt_of_null_and_token_ids(run: Run, feed: Callable[[str], None]) -> None:
+    """A key that is null is as one that is left out."""
+    feed('{"prompt": null, "prompt_token_ids": [62]}')
+    assert run("generate") == (0, "Paris.\n", "")
+    feed('{"prompt": ">", "prompt_token_ids": null}')
+    assert run("generate") == (0, ">Paris.\n", "")
+
+
+def test_a_byte_order_mark_is_not_text(run: Run, feed: Callable[[str], None], tmp_path: Path) -> None:
+    """Files may begin with one, which some editors write."""
+    (tmp_path / "json").write_text('\ufeff{"prompt": "a>"}\n')
+    assert run("generate", "--file", str(tmp_path / "json"))[1] == "a>Paris.\n"
+    feed("\ufeffa>\n")
+    assert run("generate")[1] == "a>Paris.\n"
+
+
+def test_logits_that_are_none_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], feed: Callable[[str], None]
+) -> None:
+    """Where no token can be drawn, what there is is shown and the command fails with the reason; a chat says it and goes on."""
+    folder = Path(talker(tmp_path))
+    tensors = history_tensors(0, json.loads((folder / "config.json").read_text()))
+    tensors["model.embed_tokens.weight"][ord("!")] = np.inf
+    write_safetensors(folder / "model.safetensors", tensors)
+    options = ["--model", str(folder), "--num-blocks", "64", "--device", "reference", "--max-tokens", "1"]
+    for prompts in (["a!"], ["b", "a!"], ["a!", "--json"], ["a!", "--n", "2"]):
+        assert main(["generate", *prompts, *options]) == 2
+        out, err = capsys.readouterr()
+        number = prompts.index("a!")
+        assert "a!" in out
+        assert f"completion 0 of prompt {number} was cut off: no token can be drawn" in err
+    feed("a!\nb\n")
+    assert main(["chat", *options]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("(nothing)\n") and len(out) > len("(nothing)\n")
+    assert "cut off: no token can be drawn" in err

@@ -17,14 +17,13 @@ PREEMPTION_MODES = ("recompute", "swap", "auto")
 SPECULATIVE_METHODS = (None, "ngram")
 MOST_SPECULATIVE_TOKENS = 8
 MOST_THREADS = 1024
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMG]I?B)?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def parse_bytes(value: int | str, name: str = "size") -> int:
     """A number of bytes from an int or a string such as ``"512MiB"``, ``"2 GB"`` or ``"1000"``."""
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
-    )
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is not None:
         return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
     if isinstance(value, str):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.ops import Array, Ops
+from . import host_memory
 from .communicator import Communicator
 
 
@@ -82,6 +83,10 @@ class Device(ABC):
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
+
+    def free_host_memory(self) -> int:
+        """Bytes of host memory that :meth:`empty_host` could take now: this rank's share of them."""
+        return host_memory.free() // self.communicator.local_size
 
     def memory_for_cache(self, utilization: float | None) -> int:
         """Bytes for the KV cache where nobody says how many, the weights loaded already: half of what is free.

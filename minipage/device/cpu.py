@@ -33,11 +33,7 @@ class HostDevice(Device):
         use_huge_pages(pages, num_blocks * pages.strides[1])
 
     def free_memory(self) -> int:
-        """Bytes of memory that the kernel calls available, within the control group's limit; this rank's share of them."""
-        available = _available_memory()
-        limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-        free = available if limit is None else min(available, max(limit - (used or 0), 0))
-        return free // self.communicator.local_size
+        return self.free_host_memory()
 
 
 class CpuDevice(HostDevice):
@@ -92,19 +88,3 @@ def physical_cores() -> int:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
     return max(len(cores), 1)
-
-
-def _available_memory() -> int:
-    """Bytes of memory that Linux calls available; elsewhere all physical memory, as POSIX tells it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        return int(Path("/sys/fs/cgroup", name).read_text())
-    except (OSError, ValueError):
-        return None  # no control group, or "max": no limit

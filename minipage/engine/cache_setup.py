@@ -9,7 +9,7 @@ from functools import partial
 from ..cache import BlockManager, Group
 from ..config import EngineConfig
 from ..device import Device
-from ..device.kv_cache import KVCache, KVShape, plan_num_blocks
+from ..device.kv_cache import KVCache, KVShape, plan_num_blocks, plan_num_host_blocks
 from ..models.config import ModelConfig
 from . import debug
 
@@ -41,7 +41,8 @@ def make_cache(
         most_blocks=config.max_num_seqs * len(groups) * -(-max_model_len // config.block_size),
     )
     logger.info("KV cache: %s", message)
-    num_host_blocks = int(config.swap_space) // shape.bytes_per_block
+    taken = 0 if device.has_own_memory else num_blocks * shape.bytes_per_block
+    num_host_blocks = plan_num_host_blocks(shape, int(config.swap_space), device.free_host_memory() - taken)
     blocks = BlockManager(
         num_blocks, config.block_size, groups, caching=config.enable_prefix_caching, num_host_blocks=num_host_blocks
     )

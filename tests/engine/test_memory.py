@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
 
+import numpy as np
+import pytest
+from helpers.models import history_model
+
+from minipage import LLM
 from minipage.cache import BlockManager
-from minipage.device import open_device
+from minipage.device import host_memory, open_device
 from minipage.device.contiguous import ContiguousKVCache
 from minipage.device.kv_cache import KVCache, KVShape
 from minipage.engine.request import Request
 from minipage.engine.scheduler import Scheduler
+from minipage.errors import OutOfMemoryError
 from minipage.sampling_params import SamplingParams
 
 BLOCK, MAX_LENGTH, BATCH = 16, 2048, 32
@@ -73,3 +79,14 @@ def test_pages_take_what_their_shape_says() -> None:
         shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
         assert KVCache(device, shape, 7).nbytes == 7 * shape.bytes_per_block == 28 * shape.bytes_per_token
         assert shape.bytes_per_token == 2 * 3 * 2 * size
+
+
+@pytest.mark.parametrize("swap_space", ["3MiB", 10**30, "9" * 30 + "GB"])
+def test_swap_space_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap_space: int | str) -> None:
+    """More space to swap to than the host has free besides the pages is refused before any of it is taken."""
+    monkeypatch.setattr(host_memory, "free", lambda: 4 << 20)
+    folder, pages = str(history_model(tmp_path, 3)), {"num_blocks": 128, "block_size": 64}  # of 16 KiB
+    with pytest.raises(OutOfMemoryError, match=r"swap_space=.* does not fit; 2\.0 MiB of host memory are free"):
+        LLM(folder, device="reference", swap_space=swap_space, **pages)
+    with LLM(folder, device="reference", swap_space="2MiB", **pages) as llm:
+        assert llm.engine._scheduler.blocks.host.num_blocks == 128  # type: ignore[union-attr]

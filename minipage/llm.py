@@ -9,16 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from .config import EngineConfig
-from .engine.engine import Params
 from .engine.loading import load_engine
-from .engine.prompt import Prompt
+from .engine.prompt import Messages, Params, Prompt, conversations, params_list, prompt_list
 from .engine.request import Request
 from .engine.stats import Stats
 from .errors import InvalidArgumentError
 from .outputs import RequestOutput
 from .sampling_params import BeamSearchParams, SamplingParams
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -129,8 +126,8 @@ class LLM:
         served together. Only requests with the same ``cache_salt`` share cached prefixes: who has another cannot tell from
         how fast an answer comes what others have asked.
         """
-        many = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(many))
+        many = prompt_list(prompts)
+        params = params_list(sampling_params, len(many))
         requests = [self._prepare(prompt, each, salt=cache_salt) for prompt, each in zip(many, params, strict=True)]
         return self._run(requests, use_tqdm)
 
@@ -146,8 +143,10 @@ class LLM:
 
         ``outputs[j].score`` is the sum of logprobs over length ** length_penalty; an end-of-sequence token counts.
         """
-        params = params or BeamSearchParams()
-        requests = [self._prepare(prompt, params, salt=cache_salt) for prompt in _prompt_list(prompts)]
+        params = BeamSearchParams() if params is None else params
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgumentError(f"beam_search takes BeamSearchParams, not {type(params).__name__}")
+        requests = [self._prepare(prompt, params, salt=cache_salt) for prompt in prompt_list(prompts)]
         return self._run(requests, use_tqdm)
 
     def stream(
@@ -157,7 +156,8 @@ class LLM:
 
         Leaving the iteration early aborts the request.
         """
-        return self._stream(self._prepare(prompt, sampling_params or SamplingParams(), salt=cache_salt))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._stream(self._prepare(prompt, params, salt=cache_salt))
 
     def chat(
         self,
@@ -172,10 +172,10 @@ class LLM:
 
         ``template_options`` are passed to the template (``tools``, ``add_generation_prompt``, ...).
         """
-        many = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = _params_list(sampling_params, len(many))
+        many = conversations(messages)
+        params = params_list(sampling_params, len(many))
         requests = [
-            self._prepare_chat(each, options, template_options, cache_salt)  # type: ignore[arg-type]
+            self._prepare_chat(each, options, template_options, cache_salt)
             for each, options in zip(many, params, strict=True)
         ]
         return self._run(requests, use_tqdm)
@@ -189,9 +189,8 @@ class LLM:
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation as :meth:`stream` completes a prompt."""
-        return self._stream(
-            self._prepare_chat(messages, sampling_params or SamplingParams(), template_options, cache_salt)
-        )
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._stream(self._prepare_chat(messages, params, template_options, cache_salt))
 
     def stats(self) -> Stats:
         """Blocks, requests and counters; see :class:`~minipage.engine.stats.Stats`."""
@@ -229,7 +228,11 @@ class LLM:
 
     # ---- inside --------------------------------------------------------------------------------------------------------
     def _prepare(self, prompt: Prompt, params: Params, text: str | None = None, salt: str | None = None) -> Request:
-        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, prompt_text=text, cache_salt=salt)
+        ids = (f"llm-{number}" for number in self._ids)
+        request_id = next(
+            each for each in ids if not self.engine.is_unfinished(each)
+        )  # a caller's own may look like these
+        return self.engine.prepare(request_id, prompt, params, prompt_text=text, cache_salt=salt)
 
     def _prepare_chat(
         self, messages: Messages, params: SamplingParams, options: Mapping[str, Any], salt: str | None
@@ -247,6 +250,7 @@ class LLM:
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Step the engine until all requests are finished; they are aborted where anything raises."""
         done: dict[str, RequestOutput] = {}
+        submitted: list[Request] = []
         with _progress(len(requests), use_tqdm) as progress:
 
             def take(output: RequestOutput) -> None:
@@ -256,10 +260,11 @@ class LLM:
             try:
                 for request in requests:
                     self.engine.submit(request, on_output=take, final_only=True)
+                    submitted.append(request)
                 while len(done) < len(requests):
                     self.engine.step()
             finally:
-                for request in requests:
+                for request in submitted:
                     self.engine.abort(request.request_id)
         return [done[request.request_id] for request in requests]
 
@@ -276,29 +281,6 @@ class LLM:
                     yield output
         finally:
             self.engine.abort(request.request_id)
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from many: a string, a mapping and a list of integers are one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not hasattr(prompts, "__len__"):
-        raise InvalidArgumentError(f"prompts must be text, token ids, or a list of them, not {type(prompts).__name__}")
-    if len(prompts) and not hasattr(prompts[0], "__len__"):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidArgumentError(
-            f"{len(params)} sampling_params were given for {count} prompts; give one, or one a prompt"
-        )
-    return list(params)
 
 
 @contextmanager

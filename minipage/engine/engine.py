@@ -15,7 +15,7 @@ from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
 from .drawing import Launched, Wanted, launch, launch_ahead
 from .prefix_store import PrefixStore
-from .prompt import Prompt, PromptReader
+from .prompt import Params, Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
 from .sampled import SampledRequest
@@ -23,8 +23,6 @@ from .scheduler import Scheduler
 from .stats import Stats
 from .step import Scheduled, Step
 from .tracked import OnOutput, Tracked
-
-Params = SamplingParams | BeamSearchParams
 
 
 class Engine:
@@ -76,8 +74,7 @@ class Engine:
             )
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidArgumentError(f"cache_salt={cache_salt!r} is not allowed; it must be a string or None")
-        width = self._prompts.check_params(params)
-        params = params.clone()  # what the caller does to its own from here on changes nothing
+        params, width = self._prompts.check_params(params)
         text, token_ids = self._prompts.read(prompt)
         longest = self._prompts.longest_total(len(token_ids), width)
         seed = params.seed if isinstance(params, SamplingParams) else 0
@@ -106,7 +103,9 @@ class Engine:
         self, request_id: str, prompt: Prompt, params: Params | None = None, *, cache_salt: str | None = None
     ) -> None:
         """Queue a prompt (text, or token ids). Raises InvalidArgumentError, with nothing queued, for what can never be served."""
-        self.submit(self.prepare(request_id, prompt, params or SamplingParams(), cache_salt=cache_salt))
+        self.submit(
+            self.prepare(request_id, prompt, SamplingParams() if params is None else params, cache_salt=cache_salt)
+        )
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and free its blocks; returns what it had so far, None where it is not there (any more)."""
@@ -125,6 +124,10 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has anything to do."""
         return bool(self._tracked)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request is still in the engine."""
+        return request_id in self._tracked
 
     # ---- a step ------------------------------------------------------------------------------------------------------
     def step(self) -> list[RequestOutput]:

@@ -196,10 +196,16 @@ def _digest(metadata: Mapping[str, str], tensor: Callable[[str], np.ndarray], na
 
 
 def _path(path: str | os.PathLike[str]) -> Path:
+    allowed = "it must be a string or a Path"
     try:
-        return Path(path)
-    except TypeError:
-        raise InvalidArgumentError(f"path={path!r} is not allowed; it must be a string or a Path") from None
+        file = Path(path)
+        allowed = "it must be the name of a file"
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # said where it matters
+    except (TypeError, ValueError, OSError) as error:  # not a path, or one that no file can have
+        raise InvalidArgumentError(f"path={shorten(path)} is not allowed; {allowed} ({error})") from error
+    return file
 
 
 def _write(file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Reads a prompt as token ids and refuses what can never be served, before anything is queued."""
+"""Tells one prompt from many, reads each as token ids, and refuses what can never be served, before anything is queued."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..text.tokenizer import Tokenizer
 
 #: Text, token ids, or a mapping with "prompt" or "prompt_token_ids".
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | BeamSearchParams
+Messages = Sequence[Mapping[str, Any]]
 
 
 class PromptReader:
@@ -34,12 +36,14 @@ class PromptReader:
         self._max_num_seqs = max_num_seqs
         self._longest_total = longest_total
 
-    def check_params(self, params: SamplingParams | BeamSearchParams) -> int:
-        """Check parameters against the model; returns how many sequences they take. Raises InvalidArgumentError."""
+    def check_params(self, params: Params) -> tuple[Params, int]:
+        """Check parameters, in themselves and against the model; returns a copy, which whatever the caller does to its own does
+        not change, and how many sequences they take. Raises InvalidArgumentError."""
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise InvalidArgumentError(
                 f"sampling params must be SamplingParams or BeamSearchParams, not {type(params).__name__}"
             )
+        params = params.clone()
         if isinstance(params, BeamSearchParams):
             name, width = "beam_width", params.beam_width
         else:
@@ -49,7 +53,7 @@ class PromptReader:
                 raise InvalidArgumentError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         if width > self._max_num_seqs:
             raise InvalidArgumentError(f"{name}={width} is not allowed; max_num_seqs={self._max_num_seqs} is the most")
-        return width
+        return params, width
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text (None where only ids were given) and its token ids. Raises InvalidArgumentError."""
@@ -81,7 +85,7 @@ class PromptReader:
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
                 raise InvalidArgumentError(
-                    f"a prompt mapping has the keys 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
+                    f"a prompt mapping has the keys 'prompt' or 'prompt_token_ids', not {list(prompt)}"
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
@@ -116,3 +120,41 @@ class PromptReader:
                 )
             checked.append(token_id)
         return checked
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: a string, a mapping and a list of integers are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_list = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) > 0
+    if not is_list:  # sets have no order, and an array may be one number
+        raise InvalidArgumentError(f"prompts must be text, token ids, or a list of them, not {type(prompts).__name__}")
+    if len(prompts) and not hasattr(prompts[0], "__len__"):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """Tell one conversation from many: the first message of one is a mapping."""
+    if not isinstance(messages, Sequence):
+        raise InvalidArgumentError(
+            f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}"
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)  # type: ignore[list-item,arg-type]
+
+
+def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Parameters for each of ``count`` prompts."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidArgumentError(
+            f"sampling_params must be SamplingParams, or a list of them, not {type(params).__name__}"
+        )
+    if len(params) != count:
+        raise InvalidArgumentError(
+            f"{len(params)} sampling_params were given for {count} prompts; give one, or one a prompt"
+        )
+    return list(params)

@@ -413,7 +413,7 @@ def test_what_is_no_file_is_refused(history: Folders, tmp_path: Path) -> None:
     with open_llm(history(SEED)) as llm:
         for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", history(SEED) / "model.safetensors"):
             assert_refused(llm, path, "is not allowed|not a valid file")
-        for bad in (None, 3, b"bytes"):
+        for bad in (None, 3, b"bytes", "nul\0", str(tmp_path / ("x" * 300))):
             for call in (llm.save_prefix_cache, llm.load_prefix_cache):
                 with pytest.raises(InvalidArgumentError, match="path="):
                     call(bad)  # type: ignore[operator]

@@ -30,6 +30,7 @@ sys.path.append(str(SCRIPTS))
 from decode_bench import bench as benching  # noqa: E402
 from decode_bench import processes  # noqa: E402
 from decode_bench.checkpoints import KINDS, gguf_of_kind, hugging_face_folder, type_of, weight_bytes  # noqa: E402
+from decode_bench.engines.minipage_engine import MinipageEngine  # noqa: E402
 from decode_bench.processes import EngineFailed, Side  # noqa: E402
 from decode_bench.report import Results, Row, table, write_json  # noqa: E402
 from decode_bench.roof import ReadRoof  # noqa: E402
@@ -247,6 +248,14 @@ def test_a_whole_run_beside_a_peer(bench_decode: ModuleType, model: Path, tmp_pa
     said = capsys.readouterr()
     assert "transformers is left out: no interpreter has transformers and torch" in said.err
     assert "a fake of llama.cpp" in said.err and "decode/b3/bfloat16" in said.out
+
+
+def test_every_token_of_a_decode_counts(model: Path) -> None:
+    """Of as many sequences as there are, which all begin before the clock starts, each step's; and of none before."""
+    task = Task(batch=32, steps=2)
+    engine = MinipageEngine(Settings(str(model), "int4-min", threads=1, tasks=(task,), device="reference"))
+    assert [engine.run(task).tokens for _ in range(2)] == [64, 64]
+    engine.llm.close()
 
 
 def test_a_peer_that_fails_is_left_out(bench_decode: ModuleType, model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -14,12 +14,12 @@ BLOCK_SIZE = 16
 
 
 class MinipageEngine:
-    """An ``LLM`` with default settings, but for the number of threads and a pool just large enough."""
+    """An ``LLM`` with default settings, but for the number of threads and the size of the pool."""
 
     def __init__(self, settings: Settings) -> None:
-        # All tasks have room at once, so that a long prompt stays in the prefix cache while others run; prefills, which are
-        # always of something new, twice.
-        blocks = [(1 if task.steps else 2) * task.batch * -(-task.longest // BLOCK_SIZE) for task in settings.tasks]
+        # All tasks have room at once, so that a long prompt stays in the prefix cache while others run; and twice, since
+        # prefills are always of something new, and a pool just large enough would not admit a batch in one step.
+        blocks = [2 * task.batch * -(-task.longest // BLOCK_SIZE) for task in settings.tasks]
         self.llm = LLM(
             settings.model,
             device=settings.device,
@@ -62,8 +62,9 @@ class MinipageEngine:
         self.llm.engine.add_request(f"{next(self._numbers)}", prompt, params)
 
     def _step_until_all_began(self, count: int) -> int:
-        """Step until ``count`` requests have a token; returns how many tokens there are then."""
+        """Step until ``count`` requests have a token; returns how many tokens those have then that go on."""
         lengths: dict[str, int] = {}
         while len(lengths) < count:
-            lengths |= {out.request_id: len(out.outputs[0].token_ids) for out in self.llm.engine.step()}
+            for out in self.llm.engine.step():
+                lengths[out.request_id] = 0 if out.finished else len(out.outputs[0].token_ids)
         return sum(lengths.values())

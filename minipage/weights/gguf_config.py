@@ -99,11 +99,19 @@ def translate_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     only one of the two that it ends with, as SmolLM2's names <|im_end|> and not <|endoftext|>."""
     named = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = {token_id for key in named if (token_id := optional_integer(metadata, key, minimum=0)) is not None}
-    texts, types = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
+    texts, types = (list_of_tokens(metadata, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     ids |= {
         i for i, (text, type) in enumerate(zip(texts, types, strict=False)) if type in ADDED_TYPES and text in END_TEXTS
     }
     return {"eos_token_id": sorted(ids)}
+
+
+def list_of_tokens(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """A list with an entry a token, [] where the key is absent."""
+    value = metadata.get(key, [])
+    if not isinstance(value, list):
+        raise refuse(key, value, "a list with an entry a token")
+    return value
 
 
 def check_supported(metadata: Mapping[str, Any]) -> None:
@@ -145,14 +153,17 @@ def matrix_dtype(header: Header) -> str:
 
 
 def translate_rope(metadata: Fields, head_dim: int, freq_factors: list[float] | None) -> dict[str, Any]:
-    """``rope_parameters``: none, linear or yarn by the scaling keys, or the divisors of ``rope_freqs.weight``."""
+    """``rope_parameters``: none, linear or yarn by the scaling keys, or the divisors of ``rope_freqs.weight``.
+
+    As in llama.cpp, a factor without a type is one of linear scaling.
+    """
     rotary_dim = integer(metadata, "llama.rope.dimension_count", head_dim)
     rule: dict[str, Any] = {
         "rope_theta": number(metadata, "llama.rope.freq_base", 10000.0),
         "partial_rotary_factor": rotary_dim / head_dim,
     }
-    linear = "linear" if "llama.rope.scale_linear" in metadata else "none"  # the key of the first files
-    kind = metadata.get(SCALING + "type", linear)
+    has_factor = SCALING + "factor" in metadata or "llama.rope.scale_linear" in metadata  # the key of the first files
+    kind = metadata.get(SCALING + "type", "linear" if has_factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise refuse(SCALING + "type", kind, "none, linear, yarn")
     allowed = (*SCALING_KEYS, *YARN_KEYS) if kind == "yarn" else SCALING_KEYS

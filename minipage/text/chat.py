@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidArgumentError
+from .lookalikes import LookalikeGuard
 from .tokenizer import Tokenizer, check_text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -169,7 +170,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without the escapes for HTML that Jinja's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return LookalikeGuard.in_json(text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

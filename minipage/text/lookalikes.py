@@ -13,10 +13,13 @@ import tokenizers
 from ..errors import InvalidArgumentError
 from .tokenizer_files import backend_errors
 
-#: Unicode noncharacters, kept for internal use: no text that is meant to be exchanged has them.
-MARK = "\ufdd0"
-ESCAPE = "\ufdd1"
-ESCAPED_MARK, ESCAPED_ESCAPE = ESCAPE + "\ufdd2", ESCAPE + "\ufdd3"
+#: Symbols that hardly any text has, and that stay as they are where a template prints a list or a dict as Python does.
+MARK = "\u2425"
+ESCAPE = "\u244a"
+ESCAPED_MARK, ESCAPED_ESCAPE = ESCAPE + "\u2440", ESCAPE + "\u2441"
+_IN_JSON = re.compile(
+    r"\\(?:u(?:2425|244a|2440|2441)|.)"
+)  #: these and all other escapes, so that none is read from its middle
 
 
 class LookalikeGuard:
@@ -28,7 +31,7 @@ class LookalikeGuard:
     stands. A text may also end with the beginning of a control token and meet its rest in the next message: such ends are
     marked too. (A control token of a single character has no inside to mark, and is left alone.)
 
-    Where a text has these noncharacters itself, they are escaped, and come back.
+    Where a text has these symbols itself, they are escaped, and come back.
     """
 
     def __init__(self, backend: Any, control_tokens: Iterable[str]) -> None:
@@ -56,6 +59,11 @@ class LookalikeGuard:
             backend = self._unmarking_backend if MARK in text or ESCAPE in text else self._backend
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    @staticmethod
+    def in_json(text: str) -> str:
+        """JSON in ASCII with the marks as they were, so that they are found again."""
+        return _IN_JSON.sub(lambda escape: chr(int(escape[0][2:], 16)) if len(escape[0]) > 2 else escape[0], text)
 
     @cached_property
     def _unmarking_backend(self) -> Any:

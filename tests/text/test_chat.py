@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from minipage.errors import InvalidArgumentError
 from minipage.text.chat import encode_chat, render_chat
+from minipage.text.lookalikes import ESCAPE, MARK
 
 CHATML = (
     "{% for message in messages %}{{ '<|stop|>' + message['role'] + '\n' + message['content'] + '<|endoftext|>\n' }}{% endfor %}"
@@ -233,7 +234,25 @@ def without_spaces(text: str) -> str:
     return text.replace(" ", "")
 
 
-@given(st.lists(st.text("<|stop>abé\ufdd0\ufdd1"), min_size=1, max_size=4))
+@pytest.mark.parametrize(
+    "printed", ["messages", "messages | string", "messages | tojson(ensure_ascii=true)", "messages | tojson"]
+)
+@given(
+    contents=st.lists(
+        st.text("<|stop>a\\'\"u2é" + MARK + ESCAPE, max_size=12) | st.just("<|stop|>"), min_size=1, max_size=2
+    )
+)
+@settings(deadline=None)
+def test_lists_and_dicts_are_printed_as_ever(printed: str, contents: list[str]) -> None:
+    """Python's way to print them, and JSON in ASCII, change no look-alike and show nothing of how it is kept one."""
+    template = "<|stop|>{{ " + printed + " }}"
+    messages = [{"role": "user", "content": content, "<|endoftext|>": 1} for content in contents]
+    ids = encode_chat(F3, messages, chat_template=template)
+    assert F3.decode(ids, skip_special_tokens=False) == "<|bos|>" + render_chat(F3, messages, chat_template=template)
+    assert sum(token_id in F3.all_special_ids for token_id in ids) == 2
+
+
+@given(st.lists(st.text("<|stop>abé" + MARK + ESCAPE), min_size=1, max_size=4))
 @settings(deadline=None)
 def test_any_contents(contents: list[str]) -> None:
     """The ids decode to the rendered text, with the template's control tokens and no others."""

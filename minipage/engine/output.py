@@ -18,14 +18,16 @@ class SequenceOutput:
     that ended it (EOS, a stop token, the tokens of a stop string); ``text`` holds what is visible.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, params: SamplingParams, index: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, request: Request, params: SamplingParams, index: int, stop: StopFilter
+    ) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._index = index
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._stop = StopFilter(params.stop or (), params.include_stop_str_in_output)
+        self._stop = stop
         self._delta: list[str] = []
         self._text: list[str] = []
         self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0

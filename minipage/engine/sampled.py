@@ -8,6 +8,7 @@ import numpy as np
 
 from ..outputs import CompletionOutput, FinishReason, Logprob
 from ..sampling_params import SamplingParams
+from ..text.stop import StopFilter
 from ..text.tokenizer import Tokenizer
 from .output import PromptLogprobs, SequenceOutput
 from .request import Request
@@ -33,7 +34,8 @@ class SampledRequest(Tracked):
     ) -> None:
         super().__init__(request, scheduler, on_output, final_only)
         self._params = params
-        self._outputs = [SequenceOutput(tokenizer, request, params, index) for index in range(params.n)]
+        stop = StopFilter(params.stop or (), params.include_stop_str_in_output)
+        self._outputs = [SequenceOutput(tokenizer, request, params, index, stop.fresh()) for index in range(params.n)]
         self._stop_ids = stop_ids(params, tokenizer, eos_token_ids)
         self._banned_at_first = eos_token_ids.union(self._stop_ids)
         self._looks_back = looks_back(params)

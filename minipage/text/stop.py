@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 from ..errors import InvalidArgumentError
 
@@ -39,6 +40,12 @@ class StopFilter:
         self._beginnings = frozenset(self._children[0])  # what a stop can begin with
         self._node = 0
         self._held = ""
+
+    def fresh(self) -> StopFilter:
+        """A filter of the same stops for another text. It shares their tables, which may take megabytes."""
+        other = copy(self)
+        other.stopped, other._node, other._held = None, 0, ""
+        return other
 
     def push(self, text: str, may_stop: bool = True) -> str:
         """Take the next piece of text; returns what is safe to show, ``""`` once stopped.

@@ -13,6 +13,7 @@ from helpers import models, ref, tokenizers
 from helpers.checks import assert_idle_and_whole, greedy_params
 
 from minipage import LLM, RequestOutput, SamplingParams
+from minipage.text.stop import StopFilter
 
 V = 320  #: tokens of the scripted models: more than either tokenizer has
 BOS, END, STOP = (tokenizers.f3_backend().token_to_id(text) for text in tokenizers.F3_SPECIALS)
@@ -173,6 +174,19 @@ def test_earliest_stop_wins(open_script: OpenScript) -> None:
         )
         assert out.outputs[0].text == "ab"
         assert out.outputs[0].stop_reason == "cd"
+
+
+def test_stops_are_prepared_once(open_script: OpenScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many completions look for them: as long as they may be, their tables would take gigabytes for 128."""
+    added: list[str] = []
+    add = StopFilter._add
+    monkeypatch.setattr(StopFilter, "_add", lambda filter, stop: added.append(stop) or add(filter, stop))  # type: ignore[func-returns-value]
+    llm = open_script(say("abcdefgh"))
+    [out] = llm.generate(
+        [[START]], SamplingParams(n=32, temperature=0, max_tokens=20, stop=["ef", "x"]), use_tqdm=False
+    )
+    assert [(output.text, output.stop_reason) for output in out.outputs] == [("abcd", "ef")] * 32
+    assert sorted(added) == ["ef", "x"]
 
 
 @pytest.mark.parametrize("include", [False, True])

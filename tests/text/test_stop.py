@@ -106,6 +106,19 @@ def test_a_stop_may_begin_before_min_tokens() -> None:
     assert stop_filter.stopped == "aa"
 
 
+@given(STOPS, PIECES, PIECES)
+@settings(deadline=None)
+def test_a_fresh_filter_knows_the_same_stops(
+    stops: list[str], one: list[tuple[str, bool]], other: list[tuple[str, bool]]
+) -> None:
+    """A filter made from one that is amid a text is as a new one, and neither changes the other."""
+    used = StopFilter(stops)
+    half = stream(used, one[:2])
+    fresh = used.fresh()
+    assert stream(fresh, other) + [fresh.finish()] == [*stream(new := StopFilter(stops), other), new.finish()]
+    assert half + stream(used, one[2:]) + [used.finish()] == [*stream(alone := StopFilter(stops), one), alone.finish()]
+
+
 def test_nothing_comes_after_a_stop() -> None:
     """Once stopped, the filter shows nothing more and keeps the stop that it found."""
     stop_filter = StopFilter(["x", "y"])

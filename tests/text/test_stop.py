@@ -115,8 +115,9 @@ def test_a_fresh_filter_knows_the_same_stops(
     used = StopFilter(stops)
     half = stream(used, one[:2])
     fresh = used.fresh()
-    assert stream(fresh, other) + [fresh.finish()] == [*stream(new := StopFilter(stops), other), new.finish()]
-    assert half + stream(used, one[2:]) + [used.finish()] == [*stream(alone := StopFilter(stops), one), alone.finish()]
+    assert [*stream(fresh, other), fresh.finish()] == [*stream(new := StopFilter(stops), other), new.finish()]
+    whole = [*half, *stream(used, one[2:]), used.finish()]
+    assert whole == [*stream(alone := StopFilter(stops), one), alone.finish()]
 
 
 def test_nothing_comes_after_a_stop() -> None:

@@ -18,6 +18,8 @@ from .tokenizer_files import TokenizerSettings, backend_errors
 #: Values of ``tokenizer.ggml.token_type``.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
+MAX_PIECE_LENGTH = 1024  #: many times what SentencePiece makes
+
 _SPACE = "▁"  # how SentencePiece writes a space
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -118,6 +120,11 @@ def _merges_from_scores(tokens: list[str], scores: list[float], types: list[int]
     Only normal pieces take part: the others are found in the text beforehand, or stand for bytes.
     """
     normal = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
+    longest = max(map(len, normal), default=0)
+    if longest > MAX_PIECE_LENGTH:  # each is taken apart at every character
+        raise ModelLoadError(
+            f"tokenizer.ggml.tokens has a normal token of {longest} characters; at most {MAX_PIECE_LENGTH} are allowed"
+        )
     merges = [
         (score, token[:cut], token[cut:])
         for token, score in normal.items()

@@ -265,6 +265,10 @@ def test_tokens_spelled_alike() -> None:
         ({"add_eos_token": "yes"}, "add_eos_token='yes' is not allowed"),
         ({"model": "llama"}, "scores is missing"),
         ({"model": "llama", "scores": [0.5]}, "scores has 1 entries"),
+        (
+            {"model": "llama", "tokens": ["a", "b", "a" * 50_000], "scores": [0.0, 0.0, 0.0]},
+            "tokens has a normal token of 50000 characters; at most 1024 are allowed",
+        ),
     ],
 )
 def test_a_bad_vocabulary_is_one_clear_error(changes: dict[str, Any], message: str) -> None:

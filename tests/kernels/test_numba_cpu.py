@@ -38,15 +38,16 @@ def everything(tokens: int, size: int, context: int) -> dict[str, Array]:
             sight = {"window": window, "sinks": sinks}
             problem = Problem(6, 2, 20, 4, (context, 3), (context, 1), **sight, kind=kind, fill=np.nan)
             results[f"attention {kind} {window} {sinks}"] = problem.attend(CPU)
-        results |= rope_and_cache(tokens, size, kind)
+        results |= rope_and_cache(normal(5, tokens, 6, size), kind)
     heads, tables = normal(8, tokens, 2, size), (normal(6, tokens, size // 2), normal(7, tokens, size // 2))
     results["rope"] = CPU.result("rope", heads.shape, heads, *tables, np.arange(tokens, dtype=np.int32), tokens // 2)
     return results
 
 
-def rope_and_cache(tokens: int, size: int, kind: str) -> dict[str, Array]:
+def rope_and_cache(qkv: Array, kind: str) -> dict[str, Array]:
     """The buffer that is rotated, and the pages that are written; those of int8 as their bytes."""
-    qkv, zeros = normal(5, tokens, 6, size), np.zeros((tokens, 2, 1, size), np.float32)
+    tokens, _, size = qkv.shape
+    zeros = np.zeros((tokens, 2, 1, size), np.float32)
     pages = CPU.key_pages(zeros, kind), CPU.value_pages(zeros, kind)
     tables = normal(6, tokens, size // 2), normal(7, tokens, size // 2)
     order = np.arange(tokens)
@@ -98,8 +99,23 @@ def test_compiled_is_what_python_computes(tmp_path: Path) -> None:
 
 
 def small() -> dict[str, Array]:
-    """The results of all ops on shapes that plain Python has time for."""
-    return everything(tokens=7, size=40, context=20)
+    """The results of all ops on shapes that plain Python has time for; and of what is not finite."""
+    return everything(tokens=7, size=40, context=20) | not_finite()
+
+
+def not_finite() -> dict[str, Array]:
+    """What quantises numbers, given NaN and infinities, in a group of 32 and in what is left of a row behind it."""
+    x, qkv = normal(1, 4, 40), normal(5, 4, 6, 40)
+    x[0, 3] = x[1, 39] = qkv[0, 4, 0] = np.nan
+    x[2, 31] = x[3, 32] = qkv[1, 5, 39] = np.inf
+    results = {
+        f"linear {kind} of what is not finite": CPU.result(
+            "linear", x.shape, x, CPU.weight(normal(4, 40, 40), kind), None
+        )
+        for kind in WEIGHT_KINDS
+    }
+    pages = rope_and_cache(qkv, "int8")
+    return results | {f"{name} of what is not finite": page for name, page in pages.items()}
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

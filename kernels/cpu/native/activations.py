@@ -11,6 +11,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ...ops import GROUP_SIZE, Array
+from .bits import bits_of, number_of
 from .share import Share, inner, part
 from .vector import FLOAT, INT, across, constant, load, long, splat, store
 
@@ -46,7 +47,7 @@ def _quantize_rest(x: Array, codes: Array, scales: Array, sums: Array, group: in
     magnitude, inverse = magnitude_of(x, limit)
     total = np.int32(0)
     for i in range(len(x)):
-        code = rounded(x[i] * inverse)
+        code = code_of(x[i], inverse)
         codes[i] = code
         total += code
     for i in range(len(x), len(codes)):
@@ -61,7 +62,7 @@ def magnitude_of(x: Array, limit: Any) -> tuple[Any, Any]:
     # Bits of numbers without sign are in the order of the numbers, and maxima of integers need no order to be vector code.
     top = np.int32(0)
     for i in range(len(x)):
-        top = max(top, _bits(x[i]) & np.int32(0x7FFFFFFF))
+        top = max(top, bits_of(x[i]) & np.int32(0x7FFFFFFF))
     return _spread(top, limit)
 
 
@@ -70,16 +71,16 @@ def _spread(top: Any, limit: Any) -> tuple[Any, Any]:
     """As :func:`magnitude_of`, for the bits of the largest magnitude."""
     if top >= _INFINITE:
         return np.float32(np.nan), np.float32(0)
-    magnitude = _number(top)
+    magnitude = number_of(top)
     if magnitude <= _SMALLEST:
         return np.float32(0), np.float32(0)
     return magnitude, limit / magnitude
 
 
 @inner
-def rounded(x: Any) -> Any:
-    """A number of at most 2^22 as the nearest int32, ties to even."""
-    return _bits(x + _ROUND) - np.int32(_ROUND_BITS)
+def code_of(x: Any, inverse: Any) -> Any:
+    """x * inverse, of at most 2^22, as the nearest int32, ties to even; 0 where ``inverse`` is, even if x is NaN or infinite."""
+    return bits_of(x * inverse + _ROUND) - np.int32(_ROUND_BITS) if inverse > 0 else np.int32(0)
 
 
 # ---- a whole group, as vector code -------------------------------------------------------------------------------------
@@ -130,37 +131,7 @@ def _round_group_compiled(context: Any, x: Any, inverse: Any, codes: Any) -> Any
     return types.int32(x, types.float32, codes), generate
 
 
-def _bits_in_python(value: Any) -> Any:
-    return np.float32(value).view(np.int32)
-
-
-def _number_in_python(bits: Any) -> Any:
-    return np.int32(bits).view(np.float32)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _bits_compiled(context: Any, value: Any) -> Any:
-    """The bits of a float32 as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _number_compiled(context: Any, bits: Any) -> Any:
-    """The float32 that an int32 holds the bits of."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
 #: ``group_top(x)``: the bits of the largest magnitude of x [32] float32.
 #: ``round_group(x, inverse, codes)``: codes [32] = x * inverse, to nearest; returns their sum.
 group_top = _group_top_in_python if numba.config.DISABLE_JIT else _group_top_compiled
 round_group = _round_group_in_python if numba.config.DISABLE_JIT else _round_group_compiled
-_bits = _bits_in_python if numba.config.DISABLE_JIT else _bits_compiled
-_number = _number_in_python if numba.config.DISABLE_JIT else _number_compiled

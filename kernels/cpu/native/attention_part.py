@@ -9,7 +9,7 @@ import numpy as np
 
 from ...ops import Array
 from .microkernel import multiply
-from .pages import read_ahead, scale_keys, scale_values
+from .pages import distance, scale_keys, scale_values
 from .share import inner
 from .softmax import exponentials
 
@@ -65,7 +65,7 @@ def reduce_of(many: int, few: int, token_lanes: int, dim_lanes: int) -> Callable
         first, last = max(start, room.seen[0, 0]) // block_size, (stop - 1) // block_size
         for block in range(first, last + 1):
             page, column = pages.keys[table[block], head], block * block_size - start
-            ahead = read_ahead(page, pages.keys[table[min(block + 1, last)], head])
+            ahead = distance(page, pages.keys[table[min(block + 1, last)], head])
             score(num_rows, room.queries, page[:head_dim], scores[:, column : column + block_size], ahead)
             scale_keys(page, scores[:num_rows, column : column + block_size], head_dim, block_size)
         for row in range(num_rows):
@@ -80,7 +80,7 @@ def reduce_of(many: int, few: int, token_lanes: int, dim_lanes: int) -> Callable
                 sums[row, d] = 0
         for block in range(first, last + 1):
             page, column = pages.values[table[block], head], block * block_size - start
-            ahead = read_ahead(page, pages.values[table[min(block + 1, last)], head])
+            ahead = distance(page, pages.values[table[min(block + 1, last)], head])
             scale_values(page, scores[:num_rows, column : column + block_size], head_dim, block_size)
             weigh(num_rows, sums, scores[:, column:], page[:, :head_dim], room.seen, block * block_size, ahead)
 

@@ -16,7 +16,7 @@ from numba.extending import intrinsic, overload
 
 from ...ops import Array
 from . import vector
-from .activations import magnitude_of, rounded
+from .activations import code_of, magnitude_of
 from .share import inner
 from .storage import narrow
 
@@ -86,11 +86,11 @@ def _write_codes(k: Array, v: Array, keys: Array, values: Array, offset: int) ->
     scale, inverse = _scale(k)
     write_float(keys, head_dim * block_size + 4 * offset, scale)
     for d in range(head_dim):
-        keys[d, offset] = rounded(k[d] * inverse)
+        keys[d, offset] = code_of(k[d], inverse)
     scale, inverse = _scale(v)
     write_float(values, offset * (head_dim + 4) + head_dim, scale)
     for d in range(head_dim):
-        values[offset, d] = rounded(v[d] * inverse)
+        values[offset, d] = code_of(v[d], inverse)
 
 
 @inner
@@ -156,8 +156,8 @@ def _distance_compiled(context: Any, page: Any, other: Any) -> Any:
 
 
 #: ``read_float(page, offset)`` and ``write_float(page, offset, value)``: the float32 at a byte of a contiguous int8 page.
-#: ``read_ahead(page, other)``: how many bytes behind a page another one lies.
+#: ``distance(page, other)``: how many bytes behind a page another one lies.
 if numba.config.DISABLE_JIT:
-    read_float, write_float, read_ahead = _read_in_python, _write_in_python, _distance_in_python
+    read_float, write_float, distance = _read_in_python, _write_in_python, _distance_in_python
 else:
-    read_float, write_float, read_ahead = _read_compiled, _write_compiled, _distance_compiled
+    read_float, write_float, distance = _read_compiled, _write_compiled, _distance_compiled

@@ -1,4 +1,4 @@
-"""Writing numbers in the float storages; reading them is in :mod:`.vector`."""
+"""Numbers in the float storages, one at a time; :mod:`.vector` reads many."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numba.extending import intrinsic, overload
 from ...dtypes import float32_to_bfloat16
 from ...ops import Array
 from ..storage import widen
+from .bits import bits_of, number_of
 
 
 def narrow(value: Any, like: Array) -> Any:
@@ -31,20 +32,10 @@ def _(value: Any, like: Any) -> Any:
 
 
 def _narrow_to_bfloat16(value, like):  # type: ignore[no-untyped-def]
-    bits = _bits(value)
+    bits = np.uint32(bits_of(value))
     if value != value:
         return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _bits(context: Any, value: Any) -> Any:
-    """The bits of a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -65,20 +56,10 @@ def widen_element(value: Any) -> Any:
 @overload(widen_element, strict=False)  # type: ignore[untyped-decorator]
 def _(value: Any) -> Any:
     if value == types.uint16:
-        return lambda value: _number(np.uint32(value) << np.uint32(16))
+        return lambda value: number_of(np.int32(value) << np.int32(16))
     if value == types.int16:
         return lambda value: _from_half_bits(value)
     return lambda value: value
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _number(context: Any, bits: Any) -> Any:
-    """The float32 that a uint32 holds the bits of."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

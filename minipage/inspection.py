@@ -57,9 +57,8 @@ class ModelReport:
     file_bytes: int  #: of the files that hold its tensors
     file_dtypes: dict[str, int]  #: number of parameters by dtype, as the files call it, most first
     weight_kinds: dict[str, int]  #: what the loaded weights take, by their kind, most first
-    weight_bytes: dict[
-        str, int
-    ]  #: what they would take in all with each ``dtype`` or ``quantization`` that can be asked for
+    #: what they would take in all with each ``dtype`` or ``quantization`` that can be asked for
+    weight_bytes: dict[str, int]
     kv_shape: KVShape  #: of what a block holds: a token's K and V in one group of layers that see alike
     windows: tuple[int, ...]  #: the window of each group of layers; 0: they see all tokens
 

@@ -42,9 +42,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  #: -2 to 2; subtracted once from the logit of each id in the output
     frequency_penalty: float = 0.0  #: -2 to 2; subtracted as often as the id is in the output
-    seed: int | None = (
-        None  #: an integer of 64 bits, signed or not: equal bits, equal seeds; None: the engine draws one
-    )
+    #: an integer of 64 bits, signed or not: equal bits, equal seeds; None: the engine draws one
+    seed: int | None = None
     stop: Sequence[str] | None = None  #: a string or a list of strings that end the text; kept as a tuple
     stop_token_ids: Sequence[int] | None = None  #: ids that end the output, ignore_eos or not; kept as a tuple
     include_stop_str_in_output: bool = False  #: whether the text ends after the stop string, or before it

@@ -35,9 +35,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: (
-        int  #: longest sequence that the model allows, in tokens; see ``rope_config.read_max_length``
-    )
+    max_position_embeddings: int  #: tokens of the longest sequence allowed; see ``rope_config.read_max_length``
     norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool

@@ -10,9 +10,8 @@ class TensorSpec(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    padded: bool = (
-        False  #: the file may have more rows than ``shape``; they are not used (a vocabulary padded to a round size)
-    )
+    #: the file may have more rows than ``shape``, which are not used: a vocabulary padded to a round size
+    padded: bool = False
 
 
 #: What each of several ranks has of a parameter: "whole": all of it; "rows": its part of the rows of each tensor; "columns":

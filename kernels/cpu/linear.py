@@ -10,6 +10,7 @@ from ..dtypes import STORAGE
 from ..ops import GROUP_SIZE, Array, PackedWeight
 from ..quantization import GROUP_KINDS
 from .kernel import Kernel
+from .storage import NUMBA_STORAGE
 from .team import call, current
 
 _UNIT = 4096  #: inputs that are worth a piece of their own where they are quantised
@@ -40,21 +41,17 @@ def linear(out: Array, x: Array, weight: PackedWeight, bias: Array | None) -> No
     call(_linear_kernel(weight.kind), out, codes, scales, sums, records, bias, units=len(records))
 
 
-def _stored(kind: str) -> str:
-    return {"float32": "float32", "bfloat16": "uint16", "float16": "int16"}[kind]
-
-
 @functools.cache
 def _embed_kernel(kind: str) -> Kernel:
     if kind in STORAGE:
-        return Kernel("linear:embed", f"{_MATRIX}, {_stored(kind)}[:, :, ::1], int32[::1]")
+        return Kernel("linear:embed", f"{_MATRIX}, {NUMBA_STORAGE[STORAGE[kind]]}[:, :, ::1], int32[::1]")
     return Kernel("linear:embed_of", f"{_MATRIX}, {_RECORDS}, int32[::1]", GROUP_KINDS.index(kind))
 
 
 @functools.cache
 def _linear_kernel(kind: str) -> Kernel:
     if kind in STORAGE:
-        return Kernel("linear:linear", f"{_MATRIX}, {_MATRIX}, {_stored(kind)}[:, :, ::1], float32[::1]")
+        return Kernel("linear:linear", f"{_MATRIX}, {_MATRIX}, {NUMBA_STORAGE[STORAGE[kind]]}[:, :, ::1], float32[::1]")
     codes = np.dtype(_INPUT_CODES[kind][0]).name
     inputs = f"{codes}[:, ::1], {_MATRIX}, {_MATRIX}"
     return Kernel("linear:linear_of", f"{_MATRIX}, {inputs}, {_RECORDS}, float32[::1]", GROUP_KINDS.index(kind))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -165,15 +166,13 @@ class Team:
 
     def scratch(self, *shapes: tuple[tuple[int, ...], Any]) -> list[Array]:
         """Uninitialised arrays of the given (shape, dtype), for ops to use until their last kernel has run."""
-        sizes = [-(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in shapes]
-        if sum(sizes) > len(self._scratch):
-            self._scratch = _aligned(sum(sizes) // 8).view(
-                np.uint8
-            )  # programs keep the one that they were recorded with
-        starts = itertools.accumulate(sizes, initial=0)
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes]
+        *starts, total = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
+        if total > len(self._scratch):  # programs keep the one that they were recorded with
+            self._scratch = _aligned(total // 8).view(np.uint8)
         return [
-            self._scratch[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
-            for start, (shape, dtype) in zip(starts, shapes, strict=False)
+            self._scratch[start : start + size].view(dtype).reshape(shape)
+            for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=True)
         ]
 
     def close(self) -> None:

@@ -13,9 +13,8 @@ from ..kernels.ops import Array
 from ..kernels.pages import PAGE_STORAGE, page_dim
 from .base import Device
 
-_BYTES_AT_FIRST = (
-    256 << 10
-)  #: of K, or V, of a layer; until they are used the device may take the pages for hardly used ones
+#: Bytes of K, or V, of a layer: until more are used, the device may take the pages for hardly used ones.
+_BYTES_AT_FIRST = 256 << 10
 
 
 @dataclass(frozen=True)

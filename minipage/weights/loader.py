@@ -19,9 +19,8 @@ from ..kernels.quantization import GROUP_KINDS, quantize
 from ..models import Parameter, Plan, TensorSpec
 from .source import Array, TensorReader, TensorSource
 
-CHUNK_BYTES = (
-    2 << 20
-)  #: of rows that are read and packed at once, in float32, or a byte a weight where they stay quantised
+#: Of rows that are read and packed at once: four bytes a weight, or one where they stay quantised.
+CHUNK_BYTES = 2 << 20
 ROW_MULTIPLE = 64  #: rows of a weight at whose multiples chunks begin: no two threads write to one panel of a layout
 MAX_THREADS = 8  #: that load at once; reading is what limits more, and each takes memory for a chunk
 NAMES_SHOWN = 5

@@ -27,10 +27,8 @@ KINDS_OF = {
     "transformers": ("float32", "bfloat16"),
     "ctranslate2": ("float32", "int8"),
 }
-FOLDER_READERS = (
-    "transformers",
-    "ctranslate2",
-)  #: convert a Hugging Face folder; the others read a GGUF file of each format
+#: These convert a Hugging Face folder; the others read a GGUF file of each format.
+FOLDER_READERS = ("transformers", "ctranslate2")
 PAUSE_S = 0.05  #: after a side's turn, for its threads to go to sleep
 
 

@@ -14,12 +14,8 @@ from minipage.kernels.cuda.target import THREADS, blocks_for
 from .specimens import F32, FLOATS, I32, I64, IDS, ROWS, SLOTS, VECTOR, Launch, Specimen, array
 
 HEADS = array(F32, 3, "A")
-NUM_HEADS, NUM_KV_HEADS, CONTEXT, PROMPT = (
-    32,
-    8,
-    8192,
-    512,
-)  #: those of an 8B model; tokens of a sequence, and of a prompt's end
+NUM_HEADS, NUM_KV_HEADS = 32, 8  #: of an 8B model
+CONTEXT, PROMPT = 8192, 512  #: tokens of a sequence, and of a prompt's end
 PARTS = CONTEXT // PART
 
 

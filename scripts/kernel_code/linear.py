@@ -16,12 +16,8 @@ from .specimens import F32, FLOATS, I64, IDS, ROWS, U32, VECTOR, Launch, Specime
 
 BITS = {"float32": 32.0, "float16": 16, "bfloat16": 16, "int8": 8.5, "int4": 5, "int4_symmetric": 4.5}  #: of a weight
 HIDDEN = 4096  #: elements of a row
-SHAPES = (
-    (4096, 4096),
-    (28672, 4096),
-    (1024, 2048),
-    (128256, 4096),
-)  #: outputs and inputs of the layers that are reported
+#: Outputs and inputs of the layers that are reported.
+SHAPES = ((4096, 4096), (28672, 4096), (1024, 2048), (128256, 4096))
 
 
 def packed(kind: str) -> tuple[Any, Any, Any]:

@@ -10,7 +10,6 @@ from .tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _GENUINE = REPLACEMENT.encode()  # a text may spell out U+FFFD as a character of its own
-_LONGEST_UNIT = 4  # tokens to wait for where each one ends a character and begins another
 _PROMPT_WINDOW = 8  # prompt tokens that can matter: those of a begun character (3 at most), and some before it
 
 
@@ -107,7 +106,8 @@ class _Pieces:
     """Any other decoder: each token is a piece of text that depends on the one before it, or one byte of a character.
 
     ``context`` is what was decoded last, ``shown`` the text that it has by itself: what a token adds is what the two decoded
-    together have more. ``pending`` are tokens that may be part of a character that is not complete yet.
+    together have more. ``pending`` are tokens that may be part of a character that is not complete yet; with byte-level decoding
+    the last token of ``context`` may begin it, and ``shown`` is without the U+FFFD that stands for it then.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -115,6 +115,7 @@ class _Pieces:
         self._has_fallback = "ByteFallback" in tokenizer.decoder_steps
         self._is_byte_level = "ByteLevel" in tokenizer.decoder_steps  # among other steps: any token may end
         self._rest = b""  # within a character, of which these are the bytes so far
+        self._begun_in_prompt = False
         self._context: list[int] = []
         self._shown = ""
         self._pending: list[int] = []
@@ -127,26 +128,39 @@ class _Pieces:
 
     def end_prompt(self) -> None:
         self._begun = len(self._pending_bytes)
-        if self._pending and not self._begun:
-            self._shown = self._decode([*self._context, *self._pending])
+        self._begun_in_prompt = bool(self._rest)
 
     def finish(self) -> str:
         if self._pending_bytes:
             return self._give_up_bytes()
-        pending, self._pending = self._pending, []
-        return self._added(pending) if pending else ""
+        is_broken = self._rest and not self._begun_in_prompt
+        self._rest = b""
+        return REPLACEMENT if is_broken else ""
 
     def _push_piece(self, token_id: int) -> str:
-        broken = self._give_up_bytes() if self._pending_bytes else ""
-        unit = [*self._pending, token_id]
         if self._is_byte_level:
-            _, self._rest = _whole_characters(self._rest + self._tokenizer.token_bytes(token_id))
-            if self._rest and len(unit) < _LONGEST_UNIT:
-                self._pending = unit
-                return ""
-        text = self._added(unit)
-        self._decoded(unit)
+            return self._push_bytes(token_id, self._tokenizer.token_bytes(token_id))
+        broken = self._give_up_bytes() if self._pending_bytes else ""
+        text = self._added([token_id])
+        self._decoded([token_id])
         return broken + text
+
+    def _push_bytes(self, token_id: int, added: bytes) -> str:
+        data, unit = self._rest + added, [*self._pending, token_id]
+        _, self._rest = _whole_characters(data)
+        if len(self._rest) > len(added):  # all that is new goes on with the character
+            self._pending = unit
+            return ""
+        held = 1 if self._rest else 0  # a U+FFFD, for a character that this token begins
+        text = self._added(unit)
+        text = text[: len(text) - held]
+        self._decoded([token_id] if held else unit)
+        self._shown = self._shown[: len(self._shown) - held]
+        if text and self._begun_in_prompt:
+            self._begun_in_prompt = False
+            if text[0] == REPLACEMENT and not data.startswith(_GENUINE):
+                return text[1:]
+        return text
 
     def _push_byte(self, token_id: int, byte: bytes) -> str:
         text = ""
@@ -175,11 +189,7 @@ class _Pieces:
         return broken
 
     def _added(self, unit: list[int]) -> str:
-        text = self._decode([*self._context, *unit])
-        shown = self._shown
-        if not text.startswith(shown):  # the prompt ended within a character, which is complete now
-            shown = shown.rstrip(REPLACEMENT)
-        return text[len(shown) :]
+        return self._decode([*self._context, *unit])[len(self._shown) :]
 
     def _decoded(self, unit: list[int]) -> None:
         self._context, self._shown = unit, self._decode(unit)

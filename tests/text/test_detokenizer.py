@@ -223,6 +223,25 @@ def test_byte_level_among_other_steps(text: str, data: st.DataObject) -> None:
     assert all("\ufffd" not in piece for piece in shown)
 
 
+PIECES = ("😀", "é", "\ufffd", "Z", "<tool>", "<|stop|>")
+BROKEN_IDS = st.one_of(
+    st.sampled_from(PIECES).flatmap(lambda piece: st.integers(1, 4).map(lambda n: list(piece.encode())[:n])),
+    st.sampled_from(PIECES).map(lambda piece: F3.encode(piece)),
+    st.integers(0, F3.vocab_size).map(lambda token_id: [token_id]),
+)
+
+
+@given(st.lists(BROKEN_IDS, max_size=4), st.lists(BROKEN_IDS, max_size=6), st.booleans())
+@settings(deadline=None)
+def test_broken_characters_of_byte_level_among_other_steps(
+    prompt: list[list[int]], output: list[list[int]], skip: bool
+) -> None:
+    """Of bytes that are no characters it shows, token by token, what plain byte-level decoding does."""
+    ids, shown_ids = [id for ids in prompt for id in ids], [id for ids in output for id in ids]
+    plain = [piece.replace("Z", "z") for piece in deltas(F3, ids, shown_ids, skip)]
+    assert deltas(MIXED, ids, shown_ids, skip) == plain
+
+
 # ---- what counts as text -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|stop|>b")])
 def test_special_tokens_are_shown_on_demand(skip: bool, text: str) -> None:

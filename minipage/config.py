@@ -85,11 +85,15 @@ class EngineConfig:
         _choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         _choice("speculative", self.speculative, SPECULATIVE_METHODS)
         _choice("enable_prefix_caching", self.enable_prefix_caching, (True, False))
-        limits = {"block_size": (1, 1 << 16), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 20)}
-        limits["tensor_parallel_size"] = (1, 1 << 10)
-        limits["num_speculative_tokens"] = (1, MOST_SPECULATIVE_TOKENS)
-        for name, (low, high) in limits.items():
-            self._set(name, _integer(name, getattr(self, name), low, high))
+        most = {
+            "block_size": 1 << 16,
+            "max_num_seqs": 1 << 16,
+            "max_num_batched_tokens": 1 << 20,
+            "num_speculative_tokens": MOST_SPECULATIVE_TOKENS,
+            "tensor_parallel_size": 1 << 10,
+        }
+        for name, high in most.items():
+            self._set(name, _integer(name, getattr(self, name), 1, high))
         for name in ("num_blocks", "max_model_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), 1, (1 << 31) - 1))

@@ -43,7 +43,7 @@ class LLM:
         swap_space: host memory to swap to, in bytes or as "1GiB"; where it is short, requests are recomputed.
         sliding_window: let every layer see the last so many tokens only, whatever the model's config says.
         attention_sinks: with a window in every layer, let all tokens see the first so many as well, at the positions that
-            they have in the cache: text then stays fluent beyond the trained length (StreamingLLM, Xiao et al. 2023; four do).
+            they have in the cache: text then stays fluent beyond the trained length (StreamingLLM, Xiao et al. 2023). 4 will do.
         speculative: "ngram" guesses what comes next from what followed the same tokens before, in prompt and output, and
             computes the guesses in the same step: outputs are the same, sooner where text repeats itself and few sequences run
             at once, since wrong guesses cost time in a step that is busy anyway (None: off).

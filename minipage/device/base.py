@@ -32,7 +32,7 @@ class Device(ABC):
     name: str
     xp: Any
     ops: Ops
-    has_own_memory = False  #: which nothing but what runs on the device uses
+    has_own_memory = False  #: whether its memory is apart from the host's
     communicator = Communicator()  #: to the other ranks, where several compute a model together
     runs_ahead = False  #: whether ops go on running when their calls have returned, so that Python has time meanwhile
 

@@ -156,8 +156,8 @@ def plan_num_blocks(
         shape: what a block takes.
         free_memory: bytes that the device has free, the weights loaded already.
         weight_bytes: bytes of the weights, for the sentence.
-        budget: bytes to give to the cache; None takes ``default_budget``, and no more than can be used.
-        default_budget: see there.
+        budget: bytes to give to the cache; None takes ``default_budget``, and no more than ``most_blocks``.
+        default_budget: bytes to give to the cache where neither ``budget`` nor ``num_blocks`` says how many.
         num_blocks: a fixed number of blocks, which overrides the budget.
         most_blocks: blocks that could ever be held at once (by max_num_seqs sequences of max_model_len).
 

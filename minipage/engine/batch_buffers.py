@@ -220,14 +220,14 @@ class BatchBuffers:
         )
 
 
-class _Arrays:
+class _Arrays(NamedTuple):
     """All arrays of a batch but its tables, on the host or on the device."""
 
-    def __init__(
-        self, slots: Array, token_ids: Array, positions: Array, query_start: Array, context_lens: Array
-    ) -> None:
-        self.slots, self.token_ids, self.positions = slots, token_ids, positions
-        self.query_start, self.context_lens = query_start, context_lens
+    slots: Array
+    token_ids: Array
+    positions: Array
+    query_start: Array
+    context_lens: Array
 
 
 class _Tables:

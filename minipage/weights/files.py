@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from ..errors import ModelLoadError
 
+CHARACTERS_SHOWN = 80  #: of a value, in a message
 MAX_JSON_BYTES = 100_000_000  #: the most that a safetensors header may have, too
 
 
-def shorten(value: object, limit: int = 80) -> str:
-    """repr of a value from a file, cut to ``limit`` characters."""
+def shorten(value: object) -> str:
+    """repr of a value from a file, cut to CHARACTERS_SHOWN."""
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= CHARACTERS_SHOWN else text[: CHARACTERS_SHOWN - 3] + "..."
 
 
 def read_json(path: Path) -> dict[str, Any]:

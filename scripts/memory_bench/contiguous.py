@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .replay import Iteration, Usage
+from .replay import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Iteration, Usage
 from .trace import TraceRequest
 
 
@@ -91,20 +91,10 @@ class _Running:
 class ContiguousSystem:
     """Iteration-level scheduling (Orca, Yu et al. 2022) over contiguous allocations: first come, first served."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        policy: Policy,
-        max_length: int,
-        *,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-    ) -> None:
+    def __init__(self, num_slots: int, policy: Policy, max_length: int) -> None:
         self._num_slots = num_slots
         self._policy = policy
         self._max_length = max_length
-        self._max_num_seqs = max_num_seqs
-        self._budget = max_num_batched_tokens
         self._allocator = BuddyAllocator(num_slots)
         self._waiting: deque[TraceRequest] = deque()
         self._running: list[_Running] = []
@@ -120,7 +110,7 @@ class ContiguousSystem:
         finished = []
         for item in self._running:
             missing = max(item.request.num_prompt_tokens - item.num_computed, 1)
-            count = min(missing, self._budget - num_tokens)
+            count = min(missing, MAX_NUM_BATCHED_TOKENS - num_tokens)
             num_tokens += count
             item.num_computed += count
         usage = self._usage()
@@ -136,7 +126,7 @@ class ContiguousSystem:
         return len(self._waiting)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        while self._waiting and len(self._running) < MAX_NUM_SEQS:
             request = self._waiting[0]
             reserved = self._policy(request, self._max_length)
             address = self._allocator.allocate(reserved)

@@ -7,7 +7,7 @@ from minipage.engine.request import Request, Sequence
 from minipage.engine.scheduler import Scheduler
 from minipage.sampling_params import SamplingParams
 
-from .replay import Iteration, Usage
+from .replay import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Iteration, Usage
 from .trace import TraceRequest
 
 
@@ -22,16 +22,14 @@ class PagedSystem:
         n: int = 1,
         caching: bool = False,
         swap: bool = False,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
     ) -> None:
         """``n`` sequences are drawn for each request. With ``swap``, a host pool of the same size takes what is preempted."""
         num_blocks = num_slots // block_size
         self._blocks = BlockManager(num_blocks, block_size, caching=caching, num_host_blocks=num_blocks if swap else 0)
         self.scheduler = Scheduler(
             self._blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             prefers_swap=lambda request: swap,
         )
         self._n = n

@@ -11,6 +11,8 @@ from minipage.errors import InvalidArgumentError
 
 from .trace import TraceRequest
 
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  #: of a step of every system, as engines have them by default
+
 
 class Usage(NamedTuple):
     """What the KV slots of the machine are used for, and by how many; means over time are of the same form."""
@@ -110,9 +112,7 @@ class Measured:
         return fmean(self.latencies) if self.latencies else 0.0
 
 
-def replay(
-    system: System, trace: Sequence[TraceRequest], machine: Machine = OPT_13B, *, block_size: int = 1, skip: float = 0.5
-) -> Measured:
+def replay(system: System, trace: Sequence[TraceRequest], *, block_size: int = 1, skip: float = 0.5) -> Measured:
     """Feed requests as they arrive, until the last of them is admitted; ``block_size`` is that of swaps.
 
     It is measured once ``skip`` of all requests are admitted, when memory has filled. With ``skip`` 0 all is, until the last
@@ -131,7 +131,7 @@ def replay(
                 break
             now = trace[arrived].arrival
             continue
-        seconds = machine.seconds(iteration, block_size)
+        seconds = OPT_13B.seconds(iteration, block_size)
         now += seconds
         if arrived - system.num_waiting > skip * len(trace):
             total = [old + seconds * new for old, new in zip(total, iteration.usage, strict=True)]

@@ -168,7 +168,7 @@ def test_a_conversation_of_tokens(folder: Folders, cold: Cold, kind: str) -> Non
 
 
 def test_a_chat(tmp_path: Path) -> None:
-    """Each question finds the conversation before it, its system prompt shared by all conversations."""
+    """Each question finds the conversation before it, its system prompt shared by all conversations of the same salt."""
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     system = {"role": "system", "content": "You know the capitals of all lands. "}
     with open_llm(talker(tmp_path, template)) as llm:
@@ -181,6 +181,12 @@ def test_a_chat(tmp_path: Path) -> None:
                 assert out.num_cached_tokens == whole_blocks(known)
                 known = len(out.prompt_token_ids) + len("Paris.")
                 messages += [{"role": "assistant", "content": "Paris."}, {"role": "user", "content": f" {turn}>"}]
+        params = SamplingParams(temperature=0, max_tokens=1)
+        messages.pop()
+        for salt, is_known in (("mine", False), ("mine", True), ("other", False), (None, True)):
+            [out] = llm.chat(messages, params, use_tqdm=False, cache_salt=salt)
+            *_, streamed = llm.stream_chat(messages, params, cache_salt=None if salt is None else f"{salt} stream")
+            assert (out.num_cached_tokens > 0, streamed.num_cached_tokens > 0) == (is_known, is_known)
         assert_idle_and_whole(llm)
 
 

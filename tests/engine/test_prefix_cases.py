@@ -171,7 +171,7 @@ def test_a_chat(tmp_path: Path) -> None:
     """Each question finds the conversation before it, its system prompt shared by all conversations of the same salt."""
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     system = {"role": "system", "content": "You know the capitals of all lands. "}
-    with open_llm(talker(tmp_path, template)) as llm:
+    with open_llm(talker(tmp_path, template), num_blocks=256) as llm:
         for country in ("France", "Gaul"):
             messages = [system, {"role": "user", "content": f"{country}>"}]
             known = len(system["content"]) if country == "Gaul" else 0

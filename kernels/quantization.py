@@ -67,7 +67,7 @@ def _quantize(groups: Array, kind: str, importance: Array) -> Groups:
         scales, minima = _spread(groups, kind)
     if not (np.all(np.isfinite(scales)) and (minima is None or np.all(np.isfinite(minima)))):
         largest = np.abs(groups).max()
-        raise ValueError(f"a weight of magnitude {largest:.6g} is too large for {kind}, whose scales are float16")
+        raise ValueError(f"a weight of magnitude {largest:.6g} is too large for {kind}; allowed: bfloat16, float32")
     found = Groups(_nearest_codes(groups, scales, minima, kind), scales, minima)
     if kind != "int8":
         _improve(found, groups, importance, kind)

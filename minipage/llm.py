@@ -14,6 +14,7 @@ from .engine.prompt import Messages, Params, Prompt, conversations, params_list,
 from .engine.request import Request
 from .engine.stats import Stats
 from .errors import InvalidArgumentError
+from .interrupts import DelayInterrupt
 from .outputs import RequestOutput
 from .sampling_params import BeamSearchParams, SamplingParams
 
@@ -259,28 +260,36 @@ class LLM:
 
             try:
                 for request in requests:
-                    self.engine.submit(request, on_output=take, final_only=True)
-                    submitted.append(request)
+                    with DelayInterrupt():
+                        self.engine.submit(request, on_output=take, final_only=True)
+                        submitted.append(request)
                 while len(done) < len(requests):
-                    self.engine.step()
+                    with DelayInterrupt():
+                        self.engine.step()
             finally:
-                for request in submitted:
-                    self.engine.abort(request.request_id)
+                with DelayInterrupt():
+                    for request in submitted:
+                        self.engine.abort(request.request_id)
         return [done[request.request_id] for request in requests]
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         outputs: list[RequestOutput] = []
-        self.engine.submit(request, on_output=outputs.append)
+        is_submitted = finished = False
         try:
-            finished = False
+            with DelayInterrupt():
+                self.engine.submit(request, on_output=outputs.append)
+                is_submitted = True
             while not finished:
-                self.engine.step()
+                with DelayInterrupt():
+                    self.engine.step()
                 ready, outputs[:] = list(outputs), []
                 for output in ready:
                     finished = output.finished
                     yield output
         finally:
-            self.engine.abort(request.request_id)
+            if is_submitted:
+                with DelayInterrupt():
+                    self.engine.abort(request.request_id)
 
 
 @contextmanager

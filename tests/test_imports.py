@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "sampling_params": {"errors"},
     "outputs": set(),
+    "interrupts": set(),
     "cache": set(),
     "kernels": set(),
     "models": set(),
@@ -38,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "outputs",
         "errors",
     },
-    "llm": {"engine", "text", "config", "sampling_params", "outputs", "errors"},
+    "llm": {"engine", "text", "config", "sampling_params", "outputs", "interrupts", "errors"},
     "inspection": {"engine", "device", "weights", "kernels", "models", "config", "errors"},
-    "cli": {"llm", "inspection", "config", "sampling_params", "outputs", "errors", ""},
+    "cli": {"llm", "inspection", "config", "sampling_params", "outputs", "interrupts", "errors", ""},
     "__main__": {"cli"},
     "": {"llm", "sampling_params", "outputs", "errors"},  # the package itself: names for users, loaded on first use
 }

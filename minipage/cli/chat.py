@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgumentError
-from .console import CatchInterrupt, show_log
+from ..interrupts import CatchInterrupt
+from .console import show_log
 from .options import add_engine_options, add_sampling_options, engine_keywords, sampling_params
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, TracebackType
 
 from ..errors import RankError
 
@@ -49,26 +48,3 @@ def show_log() -> None:
     """Write what the engine logs, such as how it sized the KV cache, to stderr."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("minipage").setLevel(logging.INFO)
-
-
-class CatchInterrupt:
-    """Within the context Ctrl-C sets ``interrupted`` instead of raising, so that a step is never torn in the middle.
-
-    A second Ctrl-C raises KeyboardInterrupt, for a step that takes too long to wait for.
-    """
-
-    interrupted = False
-
-    def __enter__(self) -> CatchInterrupt:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True

@@ -17,7 +17,7 @@ from helpers.talker import talker
 from minipage import LLM, SamplingParams
 from minipage.cli import main
 from minipage.cli.chat import Chat
-from minipage.cli.console import CatchInterrupt
+from minipage.interrupts import CatchInterrupt
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Run = Callable[..., tuple[int, str, str]]

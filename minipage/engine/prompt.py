@@ -103,7 +103,14 @@ class PromptReader:
             raise InvalidArgumentError(
                 f"the prompt has {len(text)} characters; max_model_len={self._max_model_len} allows at most {most}"
             )
-        return self._tokenizer.encode(text)
+        token_ids = self._tokenizer.encode(text)
+        if max(token_ids, default=0) >= self._vocab_size:
+            unknown = next(token_id for token_id in token_ids if token_id >= self._vocab_size)
+            raise InvalidArgumentError(
+                f"the prompt has the token {self._tokenizer.token(unknown)!r}, which is {unknown} in the tokenizer and not in "
+                f"the model: allowed are ids from 0 to {self._vocab_size - 1}"
+            )
+        return token_ids
 
     def _check_ids(self, ids: Iterable[Any]) -> list[int]:
         if not isinstance(ids, Iterable) or isinstance(ids, bytes):

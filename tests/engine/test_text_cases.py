@@ -388,6 +388,23 @@ def test_padded_vocabulary(open_script: OpenScript) -> None:
         llm.generate([[V]], SamplingParams(), use_tqdm=False)
 
 
+def test_tokens_beyond_the_model(tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than the model: a text with one of these is refused, and nothing is read for it."""
+    backend = tokenizers.f3_backend()
+    template = "{% for message in messages %}{{ message.content }}<|stop|>{% endfor %}"
+    tokenizer = tokenizers.write_tokenizer(tmp_path / "tokenizer", backend, chat_template=template, bos_token=None)
+    folder = models.history_model(tmp_path / "model", 3, vocab_size=STOP, tokenizer=tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=3, min_tokens=2, stop=["<|stop|>"])
+    with LLM(str(folder), device="cpu", num_blocks=16) as llm:
+        for text in ("<|stop|>", "ab<|stop|>"):
+            with pytest.raises(ValueError, match=rf"token '<\|stop\|>', which is {STOP} .* from 0 to {STOP - 1}"):
+                llm.generate(["a", text], params, use_tqdm=False)
+        with pytest.raises(ValueError, match=str(STOP)):
+            llm.chat([{"role": "user", "content": "a"}], params, use_tqdm=False)
+        assert len(llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+        assert_idle_and_whole(llm)
+
+
 # ---- a request's text is its own ---------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,18 @@ from .tokenizer_files import backend_errors
 MARK = "\u2425"
 ESCAPE = "\u244a"
 ESCAPED_MARK, ESCAPED_ESCAPE = ESCAPE + "\u2440", ESCAPE + "\u2441"
+_TURN_TOKEN = re.compile(r"<(\||｜).+\1>", re.DOTALL)
 _IN_JSON = re.compile(
     r"\\(?:u(?:2425|244a|2440|2441)|.)"
 )  #: these and all other escapes, so that none is read from its middle
+
+
+def is_turn_token(text: str) -> bool:
+    """Whether an added token is written as those that begin and end turns: <|im_end|>, or DeepSeek's <｜User｜>.
+
+    Not all checkpoints call them special: DeepSeek's do not, nor GGUF files made from a list of added tokens.
+    """
+    return _TURN_TOKEN.fullmatch(text) is not None
 
 
 class LookalikeGuard:
@@ -69,7 +78,7 @@ class LookalikeGuard:
     def _unmarking_backend(self) -> Any:
         state = json.loads(self._backend.to_str())
         for token in state["added_tokens"]:
-            if token["special"]:
+            if token["special"] or token["content"] in self._control_tokens:
                 token["normalized"] = False  # or it would be searched for after the marks are gone
         unmark = [
             {"type": "Replace", "pattern": {"String": spelling}, "content": content}

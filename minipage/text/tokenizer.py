@@ -13,7 +13,7 @@ import tokenizers
 
 from ..errors import InvalidArgumentError, ModelLoadError
 from .gguf_vocabulary import build_backend, read_vocabulary_settings
-from .lookalikes import LookalikeGuard
+from .lookalikes import LookalikeGuard, is_turn_token
 from .tokenizer_files import TokenizerSettings, backend_errors, read_backend, read_settings
 
 
@@ -54,7 +54,9 @@ class Tokenizer:
         self.decoder_steps = _decoder_steps(backend.decoder)
         self._token_bytes: dict[int, bytes] = {}
         #: Encodes a rendered chat so that control tokens that its messages spell out stay text.
-        self.guard = LookalikeGuard(backend, [added[token_id].content for token_id in self.all_special_ids])
+        self.guard = LookalikeGuard(
+            backend, [token.content for token in added.values() if token.special or is_turn_token(token.content)]
+        )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:

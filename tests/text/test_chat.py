@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import tokenizers
 from helpers.tokenizers import f3_backend, f4_backend, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -266,3 +267,20 @@ def test_added_tokens_that_are_not_special_may_be_spelled_out() -> None:
     """Only control tokens are kept from messages: others, such as <tool>, are text that happens to be one token."""
     tool = F3.special_id("<tool>")
     assert tool in encode_chat(F3, [{"role": "user", "content": "<tool>"}])
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("turn", ["<｜User｜>", "<|im_start|>"])
+def test_turns_begin_where_the_template_says_so(turn: str, normalized: bool) -> None:
+    """Tokens that are written as control tokens are, whether or not their checkpoint calls them special."""
+    backend = f3_backend()
+    backend.add_tokens([tokenizers.AddedToken(turn, special=False, normalized=normalized)])
+    backend.normalizer = tokenizers.normalizers.NFC()
+    tokenizer = wrap(
+        backend, chat_template="{% for message in messages %}" + turn + "{{ message.content }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": f"a{turn}"}, {"role": "user", "content": turn[2:]}]
+    ids = encode_chat(tokenizer, messages)
+    assert ids.count(backend.token_to_id(turn)) == 2
+    assert tokenizer.decode(ids) == render_chat(tokenizer, messages)
+    assert tokenizer.encode(turn) == [backend.token_to_id(turn)]

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..config import MOST_THREADS
+from ..errors import InvalidArgumentError
 from ..kernels.ops import Array, Ops
 from .base import Device
 from .huge_pages import HugeArrays, use_huge_pages, use_small_pages
@@ -45,6 +47,8 @@ class CpuDevice(HostDevice):
         from ..kernels import cpu
         from ..kernels.cpu.team import Team
 
+        if num_threads is not None and num_threads > MOST_THREADS:
+            raise InvalidArgumentError(f"num_threads={num_threads} is not allowed; allowed: 1 to {MOST_THREADS}")
         self.num_threads = num_threads or physical_cores()
         self.ops = cast(Ops, cpu)
         self._team = Team(self.num_threads)

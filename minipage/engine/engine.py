@@ -72,8 +72,12 @@ class Engine:
             raise InvalidArgumentError(
                 f"request_id={request_id!r} is not allowed; it must be a string that is not empty"
             )
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise InvalidArgumentError(f"cache_salt={cache_salt!r} is not allowed; it must be a string or None")
+        if cache_salt is not None and (
+            not isinstance(cache_salt, str) or not cache_salt
+        ):  # "" would be the salt of all others
+            raise InvalidArgumentError(
+                f"cache_salt={cache_salt!r} is not allowed; it must be a string that is not empty, or None"
+            )
         params, width = self._prompts.check_params(params)
         text, token_ids = self._prompts.read(prompt)
         longest = self._prompts.longest_total(len(token_ids), width)

@@ -106,3 +106,12 @@ def test_a_callers_ids_may_look_like_ours(llm: LLM) -> None:
     assert llm.stats().num_running == 3
     for offset in (1, 2, 4):
         assert llm.engine.abort(f"llm-{number + offset}") is not None
+
+
+@pytest.mark.parametrize("salt", ["", 3, b"a", ["a"]])
+def test_salts_that_keep_nothing_apart(llm: LLM, salt: Any) -> None:
+    """A salt is a string with something in it: an empty one would share its prefixes with all who have none."""
+    with pytest.raises(
+        InvalidArgumentError, match=r"cache_salt=.* is not allowed; it must be a string that is not empty"
+    ):
+        llm.generate([1, 2], greedy_params(1), use_tqdm=False, cache_salt=salt)

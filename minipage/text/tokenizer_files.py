@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ import tokenizers
 
 from ..errors import ModelLoadError
 
+_PREFIX_KEY = b'"continuing_subword_prefix"'
+_NO_PREFIX = re.compile(_PREFIX_KEY + rb'\s*:\s*(?:null|"")')
 MAX_FILE_BYTES = 64 * 2**20  #: the largest real tokenizer.json is about half of this
 
 
@@ -43,12 +47,35 @@ def read_backend(path: Path) -> Any:
     if data is None:
         raise ModelLoadError(f"{path} is missing; a model folder needs it to turn text into token ids")
     with backend_errors(ModelLoadError, f"{path} is not a valid tokenizer"):
+        _check_merges(data, path)
         backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         backend.no_truncation()
         backend.no_padding()
         if backend.get_vocab_size() == 0:
             raise ModelLoadError(f"{path} has an empty vocabulary")
     return backend
+
+
+def _check_merges(data: bytes, path: Path) -> None:
+    """Refuse merges that do not fit a ``continuing_subword_prefix``: the library cuts so many bytes off their right halves
+    without looking, and where that breaks a character the whole process ends.
+    """
+    if data.count(_PREFIX_KEY) == len(_NO_PREFIX.findall(data)) > 0:
+        return  # as all that Llamas have; a file of many megabytes need not be read twice
+    content = json.loads(data)
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
+        return
+    prefix = model.get("continuing_subword_prefix")
+    if not isinstance(prefix, str):
+        return
+    for merge in model["merges"]:
+        _, _, right = merge.rpartition(" ") if isinstance(merge, str) else (None, *merge)
+        if not str(right).startswith(prefix):
+            shown, wanted = reprlib.repr(merge), reprlib.repr(prefix)
+            raise ModelLoadError(
+                f"{path}: the merge {shown} does not go on with the continuing_subword_prefix, {wanted}"
+            )
 
 
 def read_settings(folder: Path) -> TokenizerSettings:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from helpers.tokenizers import F3_SPECIALS, f3_backend, f4_backend, wrap, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +122,11 @@ def corrupt(backend: Any, **changes: Any) -> str:
         ('{"a":' * 3000 + "1" + "}" * 3000, "not a valid tokenizer"),
         ("[" * 3000 + "]" * 3000, "not a valid tokenizer"),
         (corrupt(f3_backend(), merges=[["a", "nowhere"]]), "nowhere"),
+        (corrupt(f3_backend(), continuing_subword_prefix="##"), r"merge \['a', 'b'\] does not go on with .*'##'"),
+        (
+            corrupt(f3_backend(), continuing_subword_prefix="##").replace("subword_prefix", r"subword\u005fprefix"),
+            "does not go on with",
+        ),
         (corrupt(f3_backend(), vocab={}), "not a valid tokenizer"),
         ('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
         (corrupt(f3_backend(), vocab="x"), "not a valid tokenizer"),
@@ -134,6 +140,13 @@ def test_a_bad_tokenizer_json_is_one_clear_error(tmp_path: Path, content: str | 
         path.write_bytes(content.encode("utf-8", errors="surrogateescape"))
     with pytest.raises(ModelLoadError, match=f"{path}.*{message}"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_merges_that_go_on_with_their_prefix(tmp_path: Path) -> None:
+    """A tokenizer that writes the rest of a word with a prefix is read as ever."""
+    model = tokenizers.models.BPE({"a": 0, "##b": 1, "ab": 2}, [("a", "##b")], continuing_subword_prefix="##")
+    write_tokenizer(tmp_path, tokenizers.Tokenizer(model))
+    assert Tokenizer.from_folder(tmp_path).encode("ab") == [2]
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

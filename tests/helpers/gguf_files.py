@@ -9,6 +9,9 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from helpers.models import HISTORY_CONFIG, history_tensors
+
+from minipage.weights.checkpoint import Checkpoint, open_checkpoint
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -104,3 +107,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+#: The history model in a shape that blocks of 32 fit.
+CONFIG = {**HISTORY_CONFIG, "head_dim": 16, "intermediate_size": 64}
+TENSORS = history_tensors(3, CONFIG)
+
+
+def opened(path: Path, **options: Any) -> Checkpoint:
+    """The history model as a GGUF file, written with these options and opened."""
+    return open_checkpoint(str(write_gguf(path / "model.gguf", CONFIG, TENSORS, **options)))

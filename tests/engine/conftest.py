@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the history model's folders and their oracles, each made once."""
+"""Fixtures of the end-to-end tests: the history model's folders, their oracles and a file of its prefix cache, each made once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import models, ref
 from helpers.checks import Canary
+from helpers.prefix_files import PROMPT, SEED, ask, open_llm
 
 CANARY_TOKENS = 5
 
@@ -34,3 +35,13 @@ def canary(oracle: Callable[[int], ref.Reference]) -> Callable[[int], Canary]:
         return Canary(prompt, ref.greedy(oracle(seed), prompt, CANARY_TOKENS))
 
     return cache(make)
+
+
+@pytest.fixture(scope="session")
+def saved(history: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prefix cache's file with all that one request has computed: 9 full blocks of 39 tokens."""
+    path = tmp_path_factory.mktemp("saved") / "cache.safetensors"
+    with open_llm(history(SEED)) as llm:
+        ask(llm, PROMPT)
+        assert llm.save_prefix_cache(path) == llm.stats().num_cached_blocks == 9
+    return path

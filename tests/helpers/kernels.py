@@ -6,7 +6,7 @@ float64 formulas, all others with the reference. To try an implementation of you
 1. Write a module with the names of ``minipage.kernels.ops.Ops`` (its constants and one op are enough to begin with) and, if its
    arrays are not NumPy's, a ``minipage.device.Device`` that has them.
 2. Add ``Implementation("mine", device)`` to :data:`IMPLEMENTATIONS` below.
-3. ``pytest tests/kernels/test_paged_attention.py -k mine``
+3. ``pytest tests/kernels -k "paged_attention and mine"``
 
 A failure says how large the largest error is, how large it may be, and where it is. Tests give each implementation the
 shapes that it has time for: those of the full list, or for one that is simulated, the small list of :func:`cases`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,3 +151,29 @@ def _short(numbers: tuple[int, ...]) -> str:
     """A few numbers, or the first few of many."""
     shown = ",".join(map(str, numbers[:4]))
     return shown if len(numbers) <= 4 else f"{shown}..x{len(numbers)}"
+
+
+def contexts(block_size: int) -> list[int]:
+    """Context lengths at and around the ends of blocks and of what kernels reduce at once."""
+    return sorted({1, max(block_size - 1, 1), block_size, block_size + 1, 257, 1025})
+
+
+def odd_problem(
+    heads: tuple[int, int], head_dim: int, block_size: int, batch: int, longest: int, **more: Any
+) -> Problem:
+    """A problem with one sequence of the ``longest`` context, and others up to it; a few decode, a few prefill."""
+    rng = random.Random(head_dim * block_size + batch + longest)
+    lengths = [longest] + [rng.choice([n for n in contexts(block_size) if n <= longest]) for _ in range(batch - 1)]
+    queries = [1 if rng.random() < 0.7 else rng.randint(1, min(n, 5)) for n in lengths]
+    return Problem(*heads, head_dim, block_size, tuple(lengths), tuple(queries), **more)
+
+
+#: Problems that a simulated GPU has time for.
+SMALL = [
+    Problem(1, 1, 4, 1, (1, 3), (1, 2)),
+    Problem(3, 1, 33, 4, (5, 4), (1, 4)),
+    Problem(4, 2, 8, 16, (17, 40), (1, 2)),
+]
+
+#: A whole prompt, the ends of two, and a single token, in one batch.
+MIXED = Problem(6, 2, 20, 4, (9, 150, 40, 3), (9, 40, 1, 2))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import models, ref
+from helpers import models, ref, ref_files
 
 
 def test_script_model_says_the_table(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_bfloat16_is_rounded_to_nearest_even(tmp_path: Path) -> None:
     values = np.array([1.0, 1.00390625, 1.01171875, -1.003907, 3.14159265, 1e-30], dtype=np.float32)
     models.write_safetensors(tmp_path / "model.safetensors", {"x": values}, "bfloat16")
     (tmp_path / "config.json").write_text("{}")
-    found = ref.read_folder(tmp_path)[1]["x"]
+    found = ref_files.read_folder(tmp_path)[1]["x"]
     assert found[:5].tolist() == [1.0, 1.0, 1.015625, -1.0078125, 3.140625]
     np.testing.assert_allclose(found, values, rtol=2**-8)
 
@@ -43,4 +43,4 @@ def test_gguf_rows_return_to_halves() -> None:
     heads, size = 3, 8
     halves = np.arange(heads * size)
     pairs = halves.reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)  # what the converter writes
-    np.testing.assert_array_equal(ref.halves_from_pairs(pairs, heads), halves)
+    np.testing.assert_array_equal(ref_files.halves_from_pairs(pairs, heads), halves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -46,16 +47,16 @@ class LookalikeGuard:
     def __init__(self, backend: Any, control_tokens: Iterable[str]) -> None:
         self._backend = backend
         self._control_tokens = tuple(token for token in control_tokens if len(token) > 1)
-        lengths = range(1, max(map(len, self._control_tokens), default=1))
-        self._heads = frozenset(token[:n] for token in self._control_tokens for n in lengths if n < len(token))
-        self._tails = frozenset(token[-n:] for token in self._control_tokens for n in lengths if n < len(token))
-        self._lengths = lengths
+        self._longest = max(map(len, self._control_tokens), default=0)
+        self._sorted = sorted(self._control_tokens)
+        self._sorted_reversed = sorted(token[::-1] for token in self._control_tokens)
 
     def mark(self, text: str) -> str:
         """``text`` with marks where it spells out a control token, whole or at its ends."""
         text = text.replace(ESCAPE, ESCAPED_ESCAPE).replace(MARK, ESCAPED_MARK)
-        starts_inside = any(text[:n] in self._tails for n in self._lengths)
-        ends_inside = any(text[-n:] in self._heads for n in self._lengths)
+        lengths = range(1, min(self._longest, len(text) + 1))
+        starts_inside = any(_begins_any(text[n - 1 :: -1], self._sorted_reversed) for n in lengths)
+        ends_inside = any(_begins_any(text[-n:], self._sorted) for n in lengths)
         present = [re.escape(token) for token in self._control_tokens if token in text]
         if present:
             # A lookahead, since look-alikes may overlap: after marking "<|<|x|>|>" no control token must be left.
@@ -87,3 +88,9 @@ class LookalikeGuard:
         normalizer = state["normalizer"]
         state["normalizer"] = {"type": "Sequence", "normalizers": unmark + ([normalizer] if normalizer else [])}
         return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _begins_any(text: str, tokens: list[str]) -> bool:
+    """Whether ``text`` is the beginning of one of ``tokens``, which are sorted, and not all of it."""
+    after = bisect_right(tokens, text)  # what begins with a text comes next after it
+    return after < len(tokens) and tokens[after].startswith(text)

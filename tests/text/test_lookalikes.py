@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import tokenizers
 from helpers.tokenizers import f3_backend, f4_backend, wrap
@@ -90,3 +92,16 @@ def test_control_tokens_that_the_normalizer_changes() -> None:
     ids = tokenizer.guard.encode(tokenizer.guard.mark("a<|bos|>") + "<|bos|>")
     assert ids.count(tokenizer.special_id("<|bos|>") or -1) == 1
     assert ids[-1] == tokenizer.special_id("<|bos|>")
+
+
+def test_a_long_control_token_takes_no_more_memory_than_its_length() -> None:
+    """All its beginnings together are as long as the square of it: a checkpoint could fill the memory with one token."""
+    long = "<|" + "x" * 3000 + "|>"
+    tracemalloc.start()
+    guard = LookalikeGuard(None, [long])
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 10 * len(long)
+    assert guard.mark("a " + long[:1000]) == "a " + long[:1000] + MARK
+    assert guard.mark(long[1000:] + " a") == MARK + long[1000:] + " a"
+    assert guard.mark("a <| b") == "a <| b"

@@ -80,13 +80,14 @@ class BlockAllocator:
         """Whether its one holder may write into the block: nobody else sees it, by a table or by a prefix hit."""
         return self.ref_count(block) == 1 and block not in self._cached
 
-    def can_hold(self, num_blocks: int, hits: Collection[int] = ()) -> bool:
-        """Whether ``num_blocks`` blocks can be had at once, the cached blocks ``hits`` among them.
+    def shortage(self, num_blocks: int, hits: Collection[int] = ()) -> int:
+        """How many blocks are missing for ``num_blocks`` to be had at once, the cached blocks ``hits`` among them; 0 or less:
+        none.
 
         Until they are forked, evictable hits are among the free blocks as well: they are not counted as both.
         """
         evictable_hits = sum(self.ref_count(block) == 0 for block in hits)
-        return num_blocks - len(hits) <= self.num_free_blocks - evictable_hits
+        return num_blocks - len(hits) - (self.num_free_blocks - evictable_hits)
 
     # ---- references ------------------------------------------------------------------------------------------------
     def allocate(self) -> int:

@@ -180,6 +180,14 @@ class BlockManager:
         for table in tables.tables:
             table.truncate(num_tokens)
 
+    @property
+    def supply(self) -> int:
+        """What makes a :meth:`shortage` less: free blocks, and, since they may be hits, blocks published so far.
+
+        As long as no request is admitted, a shortage falls by no more than this rises.
+        """
+        return self.allocator.num_free_blocks + (self.prefixes.num_published if self.prefixes is not None else 0)
+
     # ---- prefix hits -------------------------------------------------------------------------------------------------
     def match(self, token_ids: Sequence[int], max_tokens: int, salt: str | None) -> list[list[int]]:
         """Blocks of the longest prefix that is cached in every group as far as the next token sees it; none are claimed yet.
@@ -206,9 +214,9 @@ class BlockManager:
         """What :meth:`match` gives where nothing is cached."""
         return [[] for _ in self.groups]
 
-    def can_hold(self, num_blocks: int, hits: Sequence[list[int]]) -> bool:
-        """Whether so many blocks can be had at once, where ``hits`` are among them."""
-        return self.allocator.can_hold(num_blocks, [block for blocks in hits for block in blocks if block != RELEASED])
+    def shortage(self, num_blocks: int, hits: Sequence[list[int]]) -> int:
+        """How many blocks are missing for so many to be had at once, where ``hits`` are among them; 0 or less: none."""
+        return self.allocator.shortage(num_blocks, [block for blocks in hits for block in blocks if block != RELEASED])
 
     def adopt(self, tables: Tables, hits: Sequence[list[int]]) -> None:
         """Begin empty tables with the blocks that :meth:`match` found."""

@@ -42,6 +42,7 @@ class PrefixCache:
         self._hash = hash_function
         self._blocks: dict[bytes, int] = {}  # key -> the block published under it
         self._prefixes: dict[int, Prefix] = {}  # published block -> what it holds
+        self.num_published = 0  #: how often a block was published so far
         allocator.on_evict = self._forget
 
     def match(
@@ -135,6 +136,7 @@ class PrefixCache:
                 return prefix
             self._allocator.discard(winner)
         self._allocator.mark_cached(block)
+        self.num_published += 1
         self._blocks[prefix.key] = block
         self._prefixes[block] = prefix
         return prefix

@@ -10,7 +10,7 @@ step. Those that prove right count; the slots of the others are given back.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from ..cache import BlockManager
@@ -40,17 +40,19 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_speculative_tokens = num_speculative_tokens
         self._prefers_swap = prefers_swap
-        self.waiting: deque[Request] = deque()  # by arrival: preempted ones return to the front
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # by arrival: preempted ones return to the front
         self.running: list[Request] = []  # by arrival
         self.counters = Counters()
-        self._refused: tuple[Request, int] | None = None  # the one that was not admitted, with so many blocks free
+        self._refused: tuple[Request, int] | None = (
+            None  # the one that was not admitted, and what supply would do for it
+        )
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request, which ``blocks.longest_total`` says can fit."""
         tables = self.blocks.new_tables()
         request.sequences = [Sequence(0, list(request.prompt_token_ids), request.num_prompt_tokens, tables)]
-        self.waiting.append(request)
+        self.waiting[request] = None
 
     def fork(self, source: Sequence, index: int) -> Sequence:
         """A sequence that goes on from all that ``source`` has computed; they share its blocks until they write."""
@@ -70,7 +72,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
         else:
-            self.waiting.remove(request)
+            del self.waiting[request]
         request.status = Status.FINISHED
 
     def remove_finished(self, request: Request) -> bool:
@@ -216,38 +218,43 @@ class Scheduler:
         num_seqs = sum(request.num_seqs for request in self.running)
         promised: int | None = None  # to those running; summed up once, where somebody may come in
         while self.waiting and step.num_tokens < self._max_num_batched_tokens:
-            request = self.waiting[0]
+            request = next(iter(self.waiting))
             num_seqs += request.num_seqs
-            as_refused = (request, self.blocks.allocator.num_free_blocks)
-            if num_seqs > self._max_num_seqs or self._refused == as_refused:  # looking for hits again would cost time
+            if num_seqs > self._max_num_seqs:
                 return
             if promised is None:
                 promised = sum(map(self._blocks_to_come, self.running))
+            supply = self.blocks.supply - promised
+            if self._refused is not None and self._refused[0] is request and supply < self._refused[1]:
+                return  # to look for the hits of a long prompt in each step would take time from those that run
             room = self._blocks_known(request) + promised
             is_swapped = request.status is Status.SWAPPED
-            admitted = self._swap_in(request, room, step) if is_swapped else self._begin(request, room)
-            if not admitted:
-                self._refused = as_refused
+            missing = self._swap_in(request, room, step) if is_swapped else self._begin(request, room)
+            if missing > 0:
+                self._refused = (request, supply + missing)
                 return
-            self.waiting.popleft()
+            self._refused = None
+            self.waiting.popitem(last=False)
             request.status = Status.RUNNING
             self.running.append(request)
             promised += self._blocks_to_come(request)
             wanted = self._wanted(request, self._max_num_batched_tokens - step.num_tokens)
             self._claim(request, wanted, step)
 
-    def _begin(self, request: Request, room: int) -> bool:
-        """Give a waiting request what is cached of it, if there are ``room`` blocks; else change nothing."""
+    def _begin(self, request: Request, room: int) -> int:
+        """Give a waiting request what is cached of it, if there are ``room`` blocks; else change nothing, and say how many are
+        missing."""
         leader = request.unfinished[0]
         hits = self._match(request, leader)
-        if not self.blocks.can_hold(room, hits):
-            return False
+        missing = self.blocks.shortage(room, hits)
+        if missing > 0:
+            return missing
         self.blocks.adopt(leader.tables, hits)
         leader.num_computed = leader.tables.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = leader.num_computed
         self.counters.hit_tokens += leader.num_computed
-        return True
+        return 0
 
     def _match(self, request: Request, leader: Sequence) -> list[list[int]]:
         # Prompt logprobs need the logits of every prompt token, so all of them are computed. The last known token always is,
@@ -256,12 +263,13 @@ class Scheduler:
         most = 0 if request.wants_prompt_logprobs else known - 1
         return self.blocks.match(leader.token_ids, most, request.cache_salt)
 
-    def _swap_in(self, request: Request, room: int, step: Step) -> bool:
-        """Bring a swapped request's blocks back, if there are ``room`` blocks."""
-        if not self.blocks.can_hold(room, self.blocks.no_hits()):
-            return False
+    def _swap_in(self, request: Request, room: int, step: Step) -> int:
+        """Bring a swapped request's blocks back, if there are ``room`` blocks; else say how many are missing."""
+        missing = self.blocks.shortage(room, self.blocks.no_hits())
+        if missing > 0:
+            return missing
         step.swaps_in += self.blocks.swap_in([sequence.tables for sequence in request.unfinished])
-        return True
+        return 0
 
     def _blocks_known(self, request: Request) -> int:
         """Blocks for all known tokens of a request that is to be admitted."""
@@ -289,7 +297,8 @@ class Scheduler:
             request.status = Status.SWAPPED
             step.swaps_out += swaps
         self.running.remove(request)
-        self.waiting.appendleft(request)
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
         step.preempted.append(request)
         self.counters.preemptions += 1
 

@@ -115,20 +115,20 @@ def test_a_hit_that_is_held_is_never_evicted():
         allocator.allocate()
 
 
-def test_can_hold_counts_an_evictable_hit_once():
+def test_a_shortage_counts_an_evictable_hit_once():
     """Evictable hits are not also free; hits that others hold cost nothing."""
     allocator = BlockAllocator(6)
     hits = cached_blocks(allocator, 4)
     held = [allocator.allocate(), allocator.allocate()]
     assert allocator.num_free_blocks == 4
-    assert allocator.can_hold(4, hits)
-    assert not allocator.can_hold(5, hits)
-    assert allocator.can_hold(4)
+    assert allocator.shortage(4, hits) <= 0
+    assert allocator.shortage(5, hits) > 0
+    assert allocator.shortage(4) <= 0
     allocator.free(held[0])
-    assert allocator.can_hold(5, hits)
+    assert allocator.shortage(5, hits) <= 0
     allocator.fork(hits[0])
-    assert allocator.can_hold(5, hits)
-    assert not allocator.can_hold(6, hits)
+    assert allocator.shortage(5, hits) <= 0
+    assert allocator.shortage(6, hits) > 0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class World:
         num_blocks = -(-len(tokens) // self.block_size)
         not_held = {block for block in range(self.allocator.num_blocks) if self.allocator.ref_count(block) == 0}
         fits = num_blocks - len(hits) <= len(not_held - set(hits))
-        assert self.allocator.can_hold(num_blocks, hits) == fits
+        assert (self.allocator.shortage(num_blocks, hits) <= 0) == fits
         if fits:
             table.adopt([self.allocator.fork(block) for block in hits])
             assert table.append(len(tokens) - table.num_tokens) == []

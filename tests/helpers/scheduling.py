@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from minipage.cache import RELEASED, BlockManager, Group, copy_launches
-from minipage.engine.request import Request, Sequence
+from minipage.engine.request import Request, Sequence, Status
 from minipage.engine.scheduler import Scheduler
 from minipage.engine.step import Scheduled, Step
 from minipage.sampling_params import SamplingParams
@@ -54,6 +54,20 @@ def make_request(name: int, prompt: list[int], n: int, limit: int) -> Request:
     return Request(str(name), None, prompt, SamplingParams(n=n, max_tokens=32), 0, limit, None, n)
 
 
+class CheckedScheduler(Scheduler):
+    """One that lets nobody wait who has room, whatever it remembers of having refused it."""
+
+    def _admit(self, step: Step) -> None:
+        super()._admit(step)
+        num_seqs = sum(request.num_seqs for request in self.running)
+        for head in itertools.islice(self.waiting, 1):
+            if step.num_tokens < self._max_num_batched_tokens and num_seqs + head.num_seqs <= self._max_num_seqs:
+                room = self._blocks_known(head) + sum(map(self._blocks_to_come, self.running))
+                is_swapped = head.status is Status.SWAPPED
+                hits = self.blocks.no_hits() if is_swapped else self._match(head, head.unfinished[0])
+                assert self.blocks.shortage(room, hits) > 0, f"request {head.request_id} has room and waits"
+
+
 class World:
     """A scheduler with its memory, run a step at a time with tokens that a caller picks."""
 
@@ -71,7 +85,7 @@ class World:
         """``ahead`` computes steps of decodes, where it can be, before the tokens of the steps before them are known."""
         self.blocks = BlockManager(num_blocks, BLOCK, groups, caching=caching, num_host_blocks=host_blocks)
         self.allocator = self.blocks.allocator
-        self.scheduler = Scheduler(
+        self.scheduler = CheckedScheduler(
             self.blocks,
             max_num_seqs=max_seqs,
             max_num_batched_tokens=budget,

@@ -10,7 +10,7 @@ from typing import Any
 
 from .config import EngineConfig
 from .engine.loading import load_engine
-from .engine.prompt import Messages, Params, Prompt, conversations, params_list, prompt_list
+from .engine.prompt import CheckedParams, Messages, Params, Prompt, conversations, params_list, prompt_list
 from .engine.request import Request
 from .engine.stats import Stats
 from .errors import InvalidArgumentError
@@ -128,7 +128,7 @@ class LLM:
         how fast an answer comes what others have asked.
         """
         many = prompt_list(prompts)
-        params = params_list(sampling_params, len(many))
+        params = self.engine.check_params(params_list(sampling_params, len(many)))
         requests = [self._prepare(prompt, each, salt=cache_salt) for prompt, each in zip(many, params, strict=True)]
         return self._run(requests, use_tqdm)
 
@@ -147,7 +147,9 @@ class LLM:
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise InvalidArgumentError(f"beam_search takes BeamSearchParams, not {type(params).__name__}")
-        requests = [self._prepare(prompt, params, salt=cache_salt) for prompt in prompt_list(prompts)]
+        many = prompt_list(prompts)
+        checked = self.engine.check_params([params] * len(many))
+        requests = [self._prepare(prompt, each, salt=cache_salt) for prompt, each in zip(many, checked, strict=True)]
         return self._run(requests, use_tqdm)
 
     def stream(
@@ -174,7 +176,7 @@ class LLM:
         ``template_options`` are passed to the template (``tools``, ``add_generation_prompt``, ...).
         """
         many = conversations(messages)
-        params = params_list(sampling_params, len(many))
+        params = self.engine.check_params(params_list(sampling_params, len(many)))
         requests = [
             self._prepare_chat(each, options, template_options, cache_salt)
             for each, options in zip(many, params, strict=True)
@@ -228,7 +230,9 @@ class LLM:
         self.close()
 
     # ---- inside --------------------------------------------------------------------------------------------------------
-    def _prepare(self, prompt: Prompt, params: Params, text: str | None = None, salt: str | None = None) -> Request:
+    def _prepare(
+        self, prompt: Prompt, params: Params | CheckedParams, text: str | None = None, salt: str | None = None
+    ) -> Request:
         ids = (f"llm-{number}" for number in self._ids)
         request_id = next(
             each for each in ids if not self.engine.is_unfinished(each)
@@ -236,7 +240,7 @@ class LLM:
         return self.engine.prepare(request_id, prompt, params, prompt_text=text, cache_salt=salt)
 
     def _prepare_chat(
-        self, messages: Messages, params: SamplingParams, options: Mapping[str, Any], salt: str | None
+        self, messages: Messages, params: Params | CheckedParams, options: Mapping[str, Any], salt: str | None
     ) -> Request:
         from .text.chat import encode_chat, render_chat
 

@@ -139,6 +139,8 @@ def _show(value: Any) -> str:
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is int and low <= value <= high:  # thousands of ids are checked
+        return value
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     _require(is_integer and low <= value <= high, name, value, f"an integer from {low} to {high}")
     return int(value)
@@ -156,6 +158,8 @@ def _number(name: str, value: Any, holds: Callable[[float], bool], allowed: str)
 
 def _to_float(value: Any) -> float:
     """A real number as a float; NaN, which no check lets pass, for anything else."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -189,6 +193,6 @@ def _logit_bias(value: Any) -> dict[int, float]:
     biases = {}
     for token_id, given in zip(_token_ids("logit_bias", value), value.values(), strict=True):
         bias = biases[token_id] = _to_float(given)
-        is_allowed = abs(bias) <= MAX_BIAS or bias == -math.inf
-        _require(is_allowed, f"the logit_bias of id {token_id}", given, f"-{MAX_BIAS:g} to {MAX_BIAS:g}, or -inf")
+        if not (abs(bias) <= MAX_BIAS or bias == -math.inf):
+            _require(False, f"the logit_bias of id {token_id}", given, f"-{MAX_BIAS:g} to {MAX_BIAS:g}, or -inf")
     return biases

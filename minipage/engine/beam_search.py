@@ -7,6 +7,7 @@ several children is forked, one without any gives its blocks back. Only where tw
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class BeamRequest(Tracked):
         best = prompt_logprobs(logits, [tokens[0].token_id], enough)[0]
         assert isinstance(best, SampledToken)
         beam = next(beam for beam in self._beams if beam.sequence is item.sequence)
-        beam.candidates = tuple(entry for entry in best.top if np.isfinite(entry[1]))
+        beam.candidates = tuple(entry for entry in best.top if math.isfinite(entry[1]))
         # A budget may spread the beams over steps, and a preemption in between sets those back that had their logits.
         if all(beam.candidates is not None and beam.sequence.is_computed for beam in self._beams):
             self._select()
@@ -115,18 +116,13 @@ class BeamRequest(Tracked):
         width = self._params.beam_width
         enough = width * (1 + len(self._eos_token_ids))
         pool = [
-            (
-                -(beam.logprob + logprob),
-                order,
-                token_id,
-                SampledToken(token_id, logprob, rank, ((token_id, logprob, rank),)),
-            )
+            (-(beam.logprob + logprob), order, token_id, logprob, rank)
             for order, beam in enumerate(self._beams)
             for token_id, logprob, rank in beam.candidates or ()
         ]
         chosen: list[tuple[Beam, float, SampledToken]] = []
-        for place, (negative, order, token_id, token) in enumerate(heapq.nsmallest(enough, pool)):
-            parent = self._beams[order]
+        for place, (negative, order, token_id, logprob, rank) in enumerate(heapq.nsmallest(enough, pool)):
+            parent, token = self._beams[order], SampledToken(token_id, logprob, rank, ((token_id, logprob, rank),))
             if token_id not in self._eos_token_ids:
                 chosen.append((parent, -negative, token))
             elif place < width:

@@ -11,7 +11,7 @@ import numpy as np
 from ..kernels.draws import DRAW
 from .filters import Filters
 from .runner import Runner
-from .sampler import SampledToken, SamplingError, SamplingRow, looks_back, sample
+from .sampler import SampledToken, SamplingError, SamplingRow, is_unadjusted, sample
 from .scheduler import Scheduler
 from .step import Scheduled, Step
 from .tracked import Tracked
@@ -129,8 +129,7 @@ def launch_ahead(runner: Runner, scheduler: Scheduler, launched: Launched, step:
 
 def is_plain(row: SamplingRow) -> bool:
     """Whether temperature and filters are all that a row needs: no penalty, bias or ban, and no logprob."""
-    params = row.params
-    return params.logprobs is None and not (row.banned or params.logit_bias or looks_back(params))
+    return row.params.logprobs is None and is_unadjusted(row)
 
 
 def records(rows: Sequence[SamplingRow]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..cache import Tables
 from ..errors import InvalidArgumentError
@@ -15,7 +15,7 @@ from ..text.tokenizer import Tokenizer
 from .beam_search import BeamRequest
 from .drawing import Launched, Wanted, launch, launch_ahead
 from .prefix_store import PrefixStore
-from .prompt import Params, Prompt, PromptReader
+from .prompt import CheckedParams, Params, Prompt, PromptReader
 from .request import Request, Status
 from .runner import Runner
 from .sampled import SampledRequest
@@ -58,11 +58,16 @@ class Engine:
         self._prompt_tokens = self._generation_tokens = 0
 
     # ---- requests ----------------------------------------------------------------------------------------------------
+    def check_params(self, params: Sequence[Params]) -> list[CheckedParams]:
+        """Parameters to prepare requests with, each checked and copied once, however many requests it is for."""
+        checked = {key: self._prompts.check_params(each) for key, each in {id(each): each for each in params}.items()}
+        return [checked[id(each)] for each in params]
+
     def prepare(
         self,
         request_id: str,
         prompt: Prompt,
-        params: Params,
+        params: Params | CheckedParams,
         *,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
@@ -78,7 +83,7 @@ class Engine:
             raise InvalidArgumentError(
                 f"cache_salt={cache_salt!r} is not allowed; it must be a string that is not empty, or None"
             )
-        params, width = self._prompts.check_params(params)
+        params, width = params if isinstance(params, CheckedParams) else self._prompts.check_params(params)
         text, token_ids = self._prompts.read(prompt)
         longest = self._prompts.longest_total(len(token_ids), width)
         seed = params.seed if isinstance(params, SamplingParams) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentError
 from ..sampling_params import BeamSearchParams, SamplingParams
@@ -14,6 +14,13 @@ from ..text.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
+
+
+class CheckedParams(NamedTuple):
+    """A copy of parameters, which fit the model, and how many sequences they take; any number of requests can share it."""
+
+    params: Params
+    width: int
 
 
 class PromptReader:
@@ -36,9 +43,9 @@ class PromptReader:
         self._max_num_seqs = max_num_seqs
         self._longest_total = longest_total
 
-    def check_params(self, params: Params) -> tuple[Params, int]:
+    def check_params(self, params: Params) -> CheckedParams:
         """Check parameters, in themselves and against the model; returns a copy, which whatever the caller does to its own does
-        not change, and how many sequences they take. Raises InvalidArgumentError."""
+        not change. Raises InvalidArgumentError."""
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise InvalidArgumentError(
                 f"sampling params must be SamplingParams or BeamSearchParams, not {type(params).__name__}"
@@ -53,7 +60,7 @@ class PromptReader:
                 raise InvalidArgumentError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         if width > self._max_num_seqs:
             raise InvalidArgumentError(f"{name}={width} is not allowed; max_num_seqs={self._max_num_seqs} is the most")
-        return params, width
+        return CheckedParams(params, width)
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text (None where only ids were given) and its token ids. Raises InvalidArgumentError."""

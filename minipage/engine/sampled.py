@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -10,11 +12,13 @@ from ..outputs import CompletionOutput, FinishReason, Logprob
 from ..sampling_params import SamplingParams
 from ..text.stop import StopFilter
 from ..text.tokenizer import Tokenizer
+from .filters import Ids
 from .output import PromptLogprobs, SequenceOutput
 from .request import Request
 from .request import Sequence as TokenSequence
-from .sampler import SampledToken, SamplingError, SamplingRow, looks_back, sample
+from .sampler import Biases, SampledToken, SamplingError, SamplingRow, as_ids, looks_back, sample
 from .scheduler import Scheduler
+from .speculation import NgramIndex
 from .step import Scheduled
 from .tracked import OnOutput, Tracked
 
@@ -34,11 +38,12 @@ class SampledRequest(Tracked):
     ) -> None:
         super().__init__(request, scheduler, on_output, final_only)
         self._params = params
-        stop = StopFilter(params.stop or (), params.include_stop_str_in_output)
-        self._outputs = [SequenceOutput(tokenizer, request, params, index, stop.fresh()) for index in range(params.n)]
+        self._tokenizer = tokenizer
         self._stop_ids = stop_ids(params, tokenizer, eos_token_ids)
-        self._banned_at_first = eos_token_ids.union(self._stop_ids)
+        self._banned_at_first = as_ids(eos_token_ids.union(self._stop_ids))
+        self._biases = Biases.of(params)
         self._looks_back = looks_back(params)
+        self._counts: defaultdict[int, Counter[int]] = defaultdict(Counter)  # of the ids in each output, if it does
         self._prompt_logprobs = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, tokenizer)
@@ -46,10 +51,7 @@ class SampledRequest(Tracked):
     def asks(self, item: Scheduled, unread: int = 0) -> list[SamplingRow]:
         sequence, draft = item.sequence, item.draft
         position = sequence.num_output_tokens + unread
-        output = sequence.output_token_ids if self._looks_back else []  # a copy, longer with each token
-        return [
-            self._row(sequence.index, position + ahead, [*output, *draft[:ahead]]) for ahead in range(1 + len(draft))
-        ]
+        return [self._row(sequence.index, position + ahead, draft[:ahead]) for ahead in range(1 + len(draft))]
 
     @property
     def wants_logits(self) -> bool:
@@ -94,22 +96,34 @@ class SampledRequest(Tracked):
         return None if self._prompt_logprobs is None else self._prompt_logprobs.entries()
 
     # ---- a token -----------------------------------------------------------------------------------------------------
-    def _row(self, index: int, position: int, output: Sequence[int]) -> SamplingRow:
-        """What the sampler needs to know for token ``position`` of the output of sequence ``index``."""
-        banned = self._banned_at_first if position < self._params.min_tokens else frozenset[int]()
-        prompt = self.request.prompt_token_ids
-        return SamplingRow(self._params, self.request.seed, index, position, prompt, output, banned)
+    def _row(self, index: int, position: int, draft: Sequence[int] = ()) -> SamplingRow:
+        """What the sampler needs to know for token ``position`` of sequence ``index``, if ``draft`` comes before it."""
+        row = SamplingRow(self._params, self.request.seed, index, position, biases=self._biases)
+        if position < self._params.min_tokens:
+            row = row._replace(banned=self._banned_at_first)
+        if self._looks_back:
+            counts = self._counts[index] + Counter(draft) if draft else self._counts[index]
+            row = row._replace(prompt_ids=self._prompt_ids, output_counts=counts)
+        return row
+
+    @cached_property
+    def _prompt_ids(self) -> Ids:
+        return np.unique(as_ids(self.request.prompt_token_ids))
 
     def _fork(self, token: SampledToken | SamplingError, logits: np.ndarray | None) -> None:
         """The prompt is computed: the others go on from it, sharing its blocks until they write, with tokens of their own."""
         first = self.request.sequences[0]
         others = range(1, self._params.n)
         self.request.sequences += [self.scheduler.fork(first, index) for index in others]
+        if others:
+            prompt = NgramIndex()
+            for sequence in self.request.sequences:
+                sequence.ngrams = NgramIndex(prompt, self.request.num_prompt_tokens)
         self.request.is_forked = True
         tokens = [token]
         if others:
             assert logits is not None
-            rows = [self._row(i, 0, ()) for i in others]
+            rows = [self._row(i, 0) for i in others]
             tokens += sample(np.broadcast_to(logits, (len(others), logits.shape[1])), rows)
         for sequence, each in zip(self.request.unfinished, tokens, strict=True):
             self._append(sequence, each)
@@ -124,6 +138,13 @@ class SampledRequest(Tracked):
             self.scheduler.accept(item)
         self.scheduler.drop_draft(item)
 
+    @cached_property
+    def _outputs(self) -> list[SequenceOutput]:
+        """Made when the first is needed: of many that wait, each would take memory and time for nothing."""
+        params = self._params
+        stop = _stop_filter(tuple(params.stop or ()), params.include_stop_str_in_output)
+        return [SequenceOutput(self._tokenizer, self.request, params, index, stop.fresh()) for index in range(params.n)]
+
     def _append(self, sequence: TokenSequence, token: SampledToken | SamplingError) -> None:
         """Append a token to a sequence, and end the sequence where the token says so; the request, where there is none."""
         if sequence.is_finished:  # another one has failed
@@ -133,6 +154,8 @@ class SampledRequest(Tracked):
             return
         params = self._params
         sequence.token_ids.append(token.token_id)
+        if self._looks_back:
+            self._counts[sequence.index][token.token_id] += 1
         self.num_generated += 1
         ends = token.token_id in self._stop_ids
         may_stop = sequence.num_output_tokens >= params.min_tokens
@@ -147,6 +170,12 @@ class SampledRequest(Tracked):
         if late is not None and reason == "length":
             reason, stop_reason = "stop", late
         self.scheduler.finish(sequence, reason, stop_reason)
+
+
+@lru_cache(4)
+def _stop_filter(stops: tuple[str, ...], include_stop: bool) -> StopFilter:
+    """A filter to make others from: requests that come together have the same stops as a rule."""
+    return StopFilter(stops, include_stop)
 
 
 def stop_ids(

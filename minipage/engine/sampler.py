@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,19 +20,39 @@ from .filters import Candidates, Filters, Floats, Ids, draw, largest, top_k
 
 Uniform = Callable[[int, int, int], float]  #: (seed, child, position) -> a number in [0, 1]
 
+_NO_IDS: Ids = np.empty(0, np.intp)
+_NO_COUNTS: Mapping[int, int] = MappingProxyType({})
 _AT_ONCE = 1 << 16  # candidates that are drawn from together, so that they stay in the processor's cache
 
 
+class Biases(NamedTuple):
+    """The logit_bias of a request as arrays [n]."""
+
+    ids: Ids = _NO_IDS
+    values: Floats = np.empty(0, np.float32)
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Biases:
+        """Those of a request."""
+        biases = params.logit_bias or {}
+        return cls(as_ids(biases), np.fromiter(biases.values(), np.float32, len(biases)))
+
+
 class SamplingRow(NamedTuple):
-    """What the sampler needs to know of the request that a row of logits belongs to."""
+    """What the sampler needs to know of the request that a row of logits belongs to.
+
+    What it knows of tokens it has in a form that no step has to make anew from all of them: a request that gets long must not
+    take more time with each token.
+    """
 
     params: SamplingParams
     seed: int
     child: int  #: which of the request's completions
     position: int  #: index in the output of the token to draw
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    banned: frozenset[int] = frozenset()  #: ids that must not be drawn now: the stopping ones, before min_tokens
+    prompt_ids: Ids = _NO_IDS  #: those in the prompt, each once
+    output_counts: Mapping[int, int] = _NO_COUNTS  #: id -> how often it is in the output
+    banned: Ids = _NO_IDS  #: ids that must not be drawn now: the stopping ones, before min_tokens
+    biases: Biases = Biases()
 
 
 class SampledToken(NamedTuple):
@@ -118,11 +139,21 @@ def looks_back(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
+def is_unadjusted(row: SamplingRow) -> bool:
+    """Whether a row is drawn from raw logits: no ban, no bias, no penalty."""
+    return not (row.banned.size or row.biases.ids.size or looks_back(row.params))
+
+
+def as_ids(token_ids: Collection[int]) -> Ids:
+    """Token ids as an array."""
+    return np.fromiter(token_ids, np.intp, len(token_ids))
+
+
 def _most_likely(logits: Floats, row: SamplingRow) -> tuple[Floats, int | SamplingError]:
     """The logits that a row is drawn from, after bans, penalties and bias, and the id of the largest."""
     best = int(logits.argmax())
     error = _find_error(logits, best)
-    if error is None and (row.banned or row.params.logit_bias or looks_back(row.params)):
+    if error is None and not is_unadjusted(row):
         logits = _adjust(logits, row)
         best = int(logits.argmax())
         error = _find_error(logits, best)
@@ -159,24 +190,20 @@ def _adjust(logits: Floats, row: SamplingRow) -> Floats:
     repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
     adjusted = logits.copy()
     size = logits.size
-    adjusted[_ids_below(size, row.banned)] = -np.inf
+    adjusted[row.banned[row.banned < size]] = -np.inf
+    if looks_back(params):
+        output_ids = as_ids(row.output_counts)
+        counts = np.fromiter(row.output_counts.values(), np.intp, output_ids.size)[output_ids < size]
+        output_ids = output_ids[output_ids < size]
     if repetition != 1.0:
-        seen = np.concatenate([_ids_below(size, row.prompt_token_ids), _ids_below(size, row.output_token_ids)])
+        seen = np.concatenate([row.prompt_ids[row.prompt_ids < size], output_ids])
         z = adjusted[seen]  # an id that was seen twice is written twice, with the same value
         adjusted[seen] = np.where(z > 0, z / repetition, z * repetition)
     if presence or frequency:
-        seen, counts = np.unique(_ids_below(size, row.output_token_ids), return_counts=True)
-        adjusted[seen] -= presence + frequency * counts
-    for token_id, bias in (params.logit_bias or {}).items():
-        if token_id < size:
-            adjusted[token_id] += bias
+        adjusted[output_ids] -= presence + frequency * counts
+    ids, values = row.biases
+    adjusted[ids[ids < size]] += values[ids < size]
     return adjusted
-
-
-def _ids_below(size: int, token_ids: Collection[int]) -> Ids:
-    """Ids as an array, without those that have no logit in a row of ``size``."""
-    ids = np.fromiter(token_ids, dtype=np.intp, count=len(token_ids))
-    return ids[ids < size]
 
 
 # ---- logprobs --------------------------------------------------------------------------------------------------------

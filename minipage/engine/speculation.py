@@ -15,11 +15,16 @@ LONGEST = 3  #: n-grams that are looked up; longer matches are found from these
 
 
 class NgramIndex:
-    """Where each n-gram of one sequence was last followed by something; it grows with the sequence, at O(1) a token."""
+    """Where each n-gram of one sequence was last followed by something; it grows with the sequence, at O(1) a token.
 
-    def __init__(self) -> None:
+    Sequences that begin alike can have one index of their beginning, which grows when one of them needs it.
+    """
+
+    def __init__(self, beginning: NgramIndex | None = None, num_tokens: int = 0) -> None:
+        """``beginning`` is that of the first ``num_tokens`` tokens."""
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind it
-        self._num_indexed = 0  # positions that are behind n-grams in the dict
+        self._beginning = beginning
+        self._num_shared = self._num_indexed = num_tokens  # positions that are behind n-grams in the dicts
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """Guess what follows ``token_ids``, which begin with those of the call before.
@@ -32,16 +37,22 @@ class NgramIndex:
         right, and wrong guesses cost time. A guess that reaches the end of ``token_ids`` goes on with itself, so that
         patterns of any period are continued. Empty where the last token is new.
         """
-        self._extend(token_ids)
+        self._extend(token_ids, len(token_ids) - 1)
         for n in range(LONGEST, 0, -1):
-            start = self._after.get(tuple(token_ids[-n:]))
+            start = self._find(tuple(token_ids[-n:]))
             if start is not None:
                 return _continue(token_ids, start, min(_match(token_ids, start, n, most), most))
         return ()
 
-    def _extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the n-grams that have something behind them: all but those that end with the last token."""
-        for position in range(self._num_indexed + 1, len(token_ids)):
+    def _find(self, ngram: tuple[int, ...]) -> int | None:
+        start = self._after.get(ngram)
+        return self._beginning._find(ngram) if start is None and self._beginning is not None else start
+
+    def _extend(self, token_ids: Sequence[int], last: int) -> None:
+        """Take in the n-grams that end before position ``last`` or earlier. Behind the last token is nothing yet."""
+        if self._beginning is not None:
+            self._beginning._extend(token_ids, self._num_shared)
+        for position in range(self._num_indexed + 1, last + 1):
             for n in range(1, min(LONGEST, position) + 1):
                 self._after[tuple(token_ids[position - n : position])] = position
             self._num_indexed = position

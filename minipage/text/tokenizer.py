@@ -53,6 +53,7 @@ class Tokenizer:
         #: The steps of the decoder, such as ("ByteLevel",) or ("Replace", "ByteFallback", "Fuse", "Strip").
         self.decoder_steps = _decoder_steps(backend.decoder)
         self._token_bytes: dict[int, bytes] = {}
+        self._token_texts: dict[int, str] = {}
         #: Encodes a rendered chat so that control tokens that its messages spell out stay text.
         self.guard = LookalikeGuard(
             backend, [token.content for token in added.values() if token.special or is_turn_token(token.content)]
@@ -102,8 +103,12 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text that one token adds in the middle of a text, special ones included; half a character is U+FFFD."""
-        before = self.decode(self._anchor, skip_special_tokens=False)
-        return self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+        text = self._token_texts.get(token_id)
+        if text is None:
+            before = self.decode(self._anchor, skip_special_tokens=False)
+            text = self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+            self._token_texts[token_id] = text
+        return text
 
     def token(self, token_id: int) -> str:
         """The vocabulary's spelling of a token (such as ``Ġthe`` or ``<0x0A>``), ``""`` outside the vocabulary."""

@@ -11,7 +11,7 @@ import pytest
 
 from minipage import SamplingParams
 from minipage.engine.drawing import Launched, Wanted
-from minipage.engine.sampler import SampledToken, SamplingError, SamplingRow
+from minipage.engine.sampler import Biases, SampledToken, SamplingError, SamplingRow
 
 
 class FakeRunner:
@@ -33,7 +33,7 @@ class FakeRunner:
 
 def launched(token_ids: list[int], *params: SamplingParams) -> Launched:
     """A token for each of some requests."""
-    asks = [[SamplingRow(each, 1, 0, 5)] for each in params]
+    asks = [[SamplingRow(each, 1, 0, 5, biases=Biases.of(each))] for each in params]
     tracked: Any = SimpleNamespace(wants_logits=False)
     item: Any = None
     part = [Wanted(tracked, item, range(row, row + 1)) for row in range(len(params))]

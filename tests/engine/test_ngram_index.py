@@ -39,6 +39,23 @@ def test_proposals_are_those_of_a_search(token_ids: list[int], most: int, asked:
         assert index.propose(known, most) == look_up(known, most)
 
 
+@given(
+    token_ids=st.lists(st.integers(0, 2), min_size=2, max_size=40),
+    num_shared=st.integers(1, 39),
+    most=st.integers(1, 8),
+)
+@settings(max_examples=400, deadline=None)
+def test_an_index_that_is_shared_proposes_the_same(token_ids: list[int], num_shared: int, most: int) -> None:
+    """Sequences that share the index of their beginning get what each would get alone."""
+    num_shared = min(num_shared, len(token_ids) - 1)
+    beginning = NgramIndex()
+    one, two = NgramIndex(beginning, num_shared), NgramIndex(beginning, num_shared)
+    turned = [*token_ids[:num_shared], *reversed(token_ids[num_shared:])]
+    for length in range(num_shared + 1, len(token_ids) + 1):
+        assert one.propose(token_ids[:length], most) == look_up(token_ids[:length], most)
+        assert two.propose(turned[:length], most) == look_up(turned[:length], most)
+
+
 def test_patterns_are_continued() -> None:
     """A guess goes on beyond the end of the text with itself, whatever the period."""
     assert NgramIndex().propose([7] * 9, 8) == (7,) * 8

@@ -146,7 +146,7 @@ def test_the_draw_depends_on_seed_child_and_position() -> None:
     logits = np.zeros((64, 61), dtype=np.float32)
 
     def tokens(seed: int, child: int, first: int) -> list[SampledToken | SamplingError]:
-        return sample(logits, [SamplingRow(SamplingParams(), seed, child, first + i, (), ()) for i in range(64)])
+        return sample(logits, [SamplingRow(SamplingParams(), seed, child, first + i) for i in range(64)])
 
     sequences = [tokens(1234, 0, 0), tokens(1235, 0, 0), tokens(1234, 1, 0), tokens(1234, 0, 64)]
     assert all(a != b for i, a in enumerate(sequences) for b in sequences[:i])
@@ -193,7 +193,7 @@ def test_frequencies() -> None:
     logits[list(allowed)] = list(allowed.values())
     params, batch, token_ids = SamplingParams(), np.broadcast_to(logits, (1000, 61)), []
     for first in range(0, count, 1000):
-        rows = [SamplingRow(params, 99, 0, first + i, (), ()) for i in range(1000)]
+        rows = [SamplingRow(params, 99, 0, first + i) for i in range(1000)]
         token_ids += [token.token_id for token in sample(batch, rows)]
     counts = np.bincount(token_ids, minlength=61)
     assert counts[list(allowed)].sum() == count

@@ -21,10 +21,10 @@ def naive_weights(logits: np.ndarray, row: SamplingRow) -> list[tuple[int, float
     params, adjusted = row.params, []
     for token_id, z in enumerate(logits):
         z = np.float32(-INF) if token_id in row.banned else z
-        if token_id in row.prompt_token_ids or token_id in row.output_token_ids:
+        if token_id in row.prompt_ids or token_id in row.output_counts:
             penalty = np.float32(params.repetition_penalty)
             z = z / penalty if z > 0 else z * penalty
-        if count := list(row.output_token_ids).count(token_id):
+        if count := row.output_counts.get(token_id):
             z = np.float32(float(z) - (params.presence_penalty + params.frequency_penalty * count))
         adjusted.append(z + np.float32(params.logit_bias.get(token_id, 0.0)))
     ids = sorted(range(len(adjusted)), key=lambda i: (-adjusted[i], i))

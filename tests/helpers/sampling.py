@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from minipage.engine.sampler import SampledToken, SamplingRow, sample
+from minipage.engine.sampler import Biases, SampledToken, SamplingRow, as_ids, sample
 from minipage.sampling_params import SamplingParams
 
 INF = math.inf
@@ -19,7 +20,9 @@ def make_row(
     prompt: Sequence[int] = (), output: Sequence[int] = (), banned: Sequence[int] = (), seed: int = 1, **params: Any
 ) -> SamplingRow:
     """A row of a request; its position is the length of its output."""
-    return SamplingRow(SamplingParams(**params), seed, 0, len(output), prompt, output, frozenset(banned))
+    asked = SamplingParams(**params)
+    known = np.unique(as_ids(prompt)), Counter(output), as_ids(banned)
+    return SamplingRow(asked, seed, 0, len(output), *known, Biases.of(asked))
 
 
 def as_logits(*values: float) -> np.ndarray:

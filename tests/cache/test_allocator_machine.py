@@ -123,7 +123,7 @@ class ModelledAllocator:
         assert self.allocator.num_free_blocks == self.allocator.num_blocks
 
 
-def test_100_000_random_operations_agree_with_the_model():
+def test_100_000_random_operations_agree_with_the_model() -> None:
     """Allocate, fork, free, publish and misuse in any order: every count agrees after every one of 100,000 operations."""
     rng = random.Random(2)
     num_blocks = 12

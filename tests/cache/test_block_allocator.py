@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ def cached_blocks(allocator: BlockAllocator, count: int) -> list[int]:
     return blocks
 
 
-def test_a_pool_hands_out_each_block_once_and_then_raises():
+def test_a_pool_hands_out_each_block_once_and_then_raises() -> None:
     """All blocks of a pool can be held at once, each by one holder; one more is OutOfBlocks and changes nothing."""
     allocator = BlockAllocator(3)
     assert sorted(allocator.allocate() for _ in range(3)) == [0, 1, 2]
@@ -29,7 +30,7 @@ def test_a_pool_hands_out_each_block_once_and_then_raises():
     allocator.check_integrity([], pins=[0, 1, 2])
 
 
-def test_a_block_is_free_after_as_many_frees_as_references():
+def test_a_block_is_free_after_as_many_frees_as_references() -> None:
     """A block with two references survives one free."""
     allocator = BlockAllocator(2)
     block = allocator.allocate()
@@ -40,7 +41,7 @@ def test_a_block_is_free_after_as_many_frees_as_references():
     assert (allocator.ref_count(block), allocator.num_free_blocks) == (0, 2)
 
 
-def test_misuse_names_the_block_and_changes_nothing():
+def test_misuse_names_the_block_and_changes_nothing() -> None:
     """Double frees, forks of free blocks, foreign ids and double publications are ValueErrors without effect."""
     allocator = BlockAllocator(3)
     held, freed = allocator.allocate(), allocator.allocate()
@@ -61,13 +62,13 @@ def test_misuse_names_the_block_and_changes_nothing():
     assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (2, 1)
 
 
-def test_an_empty_pool_is_refused():
+def test_an_empty_pool_is_refused() -> None:
     """A pool has at least one block."""
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         BlockAllocator(0)
 
 
-def test_only_a_private_unpublished_block_is_writable():
+def test_only_a_private_unpublished_block_is_writable() -> None:
     """A second reference or a publication makes a block read-only, and so does giving it back."""
     allocator = BlockAllocator(2)
     shared, published = allocator.allocate(), allocator.allocate()
@@ -80,7 +81,7 @@ def test_only_a_private_unpublished_block_is_writable():
     assert not allocator.is_writable(published)
 
 
-def test_plain_free_blocks_go_before_cached_ones():
+def test_plain_free_blocks_go_before_cached_ones() -> None:
     """As long as a block without published contents is free, nothing is evicted."""
     allocator = BlockAllocator(4)
     evicted: list[int] = []
@@ -93,7 +94,7 @@ def test_plain_free_blocks_go_before_cached_ones():
     assert evicted == [cached[0]]
 
 
-def test_eviction_takes_the_least_recently_used_first():
+def test_eviction_takes_the_least_recently_used_first() -> None:
     """A hit makes a block recently used once it is released again; the evicted block is an ordinary one afterwards."""
     allocator = BlockAllocator(3)
     first, second, third = cached_blocks(allocator, 3)
@@ -104,7 +105,7 @@ def test_eviction_takes_the_least_recently_used_first():
     assert allocator.is_writable(second)
 
 
-def test_a_hit_that_is_held_is_never_evicted():
+def test_a_hit_that_is_held_is_never_evicted() -> None:
     """Forking an evictable block takes it out of the free ones."""
     allocator = BlockAllocator(2)
     kept, other = cached_blocks(allocator, 2)
@@ -115,7 +116,7 @@ def test_a_hit_that_is_held_is_never_evicted():
         allocator.allocate()
 
 
-def test_a_shortage_counts_an_evictable_hit_once():
+def test_a_shortage_counts_an_evictable_hit_once() -> None:
     """Evictable hits are not also free; hits that others hold cost nothing."""
     allocator = BlockAllocator(6)
     hits = cached_blocks(allocator, 4)
@@ -145,7 +146,7 @@ def test_a_shortage_counts_an_evictable_hit_once():
         (lambda a: a._free.append(4), 4),
     ],
 )
-def test_check_integrity_names_the_damaged_block(damage, block):
+def test_check_integrity_names_the_damaged_block(damage: Callable[[BlockAllocator], object], block: int) -> None:
     """Each way in which the books can be wrong is an AssertionError with the block's number."""
     allocator = BlockAllocator(4)
     table = SimpleNamespace(blocks=[allocator.allocate(), allocator.allocate()])
@@ -159,7 +160,7 @@ def test_check_integrity_names_the_damaged_block(damage, block):
         allocator.check_integrity([table])
 
 
-def test_check_integrity_sees_leaks_and_lost_references():
+def test_check_integrity_sees_leaks_and_lost_references() -> None:
     """A block that nobody names, or that more name than its count says, is found; pins count as holders."""
     allocator = BlockAllocator(2)
     block = allocator.allocate()

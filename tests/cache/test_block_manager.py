@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +12,7 @@ from minipage.cache import RELEASED, BlockManager, Group
 BLOCK = 4
 
 
-def cached(groups, gaps):
+def cached(groups: Sequence[Group], gaps: Sequence[set[int]]) -> tuple[BlockManager, list[int]]:
     """A manager with one prompt published, and for each group the leading blocks of it that were evicted since."""
     manager = BlockManager(256, BLOCK, groups)
     length = BLOCK * 20
@@ -27,7 +28,7 @@ def cached(groups, gaps):
     return manager, prompt
 
 
-def longest_by_hand(groups, gaps, most):
+def longest_by_hand(groups: Sequence[Group], gaps: Sequence[set[int]], most: int) -> int:
     """The most blocks whose next token sees none that was lost."""
     for count in range(most // BLOCK, 0, -1):
         tokens = count * BLOCK
@@ -45,7 +46,7 @@ def longest_by_hand(groups, gaps, most):
     [(Group(9),), (Group(1),), (Group(8, 5),), (Group(0), Group(7)), (Group(12), Group(0), Group(5, 2))],
     ids=str,
 )
-def test_the_longest_prefix_that_is_seen_whole(groups):
+def test_the_longest_prefix_that_is_seen_whole(groups: tuple[Group, ...]) -> None:
     """Whatever was evicted, what is found is the longest prefix of which the next token misses nothing."""
     draws = random.Random(1)
     for _ in range(60):
@@ -65,9 +66,11 @@ def test_the_longest_prefix_that_is_seen_whole(groups):
 
 
 @pytest.mark.parametrize("groups", [(Group(4096),), (Group(0), Group(4096, 4))], ids=str)
-def test_a_prompt_far_longer_than_a_window_is_looked_for_once(groups, monkeypatch):
+def test_a_prompt_far_longer_than_a_window_is_looked_for_once(
+    groups: tuple[Group, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Looking for the cached prefix of a prompt asks once for each of its blocks what is seen: not for each pair of them."""
-    asked = []
+    asked: list[int] = []
     first_seen = Group.first_seen
     monkeypatch.setattr(
         Group, "first_seen", lambda group, position: asked.append(position) or first_seen(group, position)

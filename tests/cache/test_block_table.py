@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def pool(num_blocks: int, *lengths: int, block_size: int = 4) -> tuple[BlockAllo
 @pytest.mark.parametrize(
     ("length", "more", "needed"), [(0, 0, 0), (0, 4, 1), (3, 1, 0), (4, 1, 1), (5, 8, 2), (6, 2, 0)]
 )
-def test_growth_takes_a_block_per_block_size_tokens(length, more, needed):
+def test_growth_takes_a_block_per_block_size_tokens(length: int, more: int, needed: int) -> None:
     """A table of n tokens has ceil(n / block_size) blocks, and blocks_needed says beforehand what append takes."""
     allocator, [table] = pool(8, length)
     free = allocator.num_free_blocks
@@ -32,7 +34,7 @@ def test_growth_takes_a_block_per_block_size_tokens(length, more, needed):
     assert (table.num_tokens, len(table.blocks)) == (length + more, -(-(length + more) // 4))
 
 
-def test_growth_that_does_not_fit_changes_nothing():
+def test_growth_that_does_not_fit_changes_nothing() -> None:
     """A short append raises OutOfBlocks and takes none of the blocks that are there."""
     allocator, [table] = pool(4, 6)
     blocks = list(table.blocks)
@@ -43,7 +45,7 @@ def test_growth_that_does_not_fit_changes_nothing():
     assert allocator.num_free_blocks == 0
 
 
-def test_growth_that_does_not_fit_evicts_nothing():
+def test_growth_that_does_not_fit_evicts_nothing() -> None:
     """Cached blocks survive an append that is refused, in their order; one that fits evicts only what it needs."""
     allocator, [first, second] = pool(5, 12, 5)
     cache = PrefixCache(allocator, 4)
@@ -59,7 +61,7 @@ def test_growth_that_does_not_fit_evicts_nothing():
     allocator.check_integrity([second])
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_refused() -> None:
     """Sizes that make no sense are ValueErrors that name the argument."""
     allocator, [table] = pool(4, 5)
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
@@ -82,7 +84,7 @@ OPERATIONS = st.tuples(
 
 @pytest.mark.parametrize("window", [0, 5])
 @given(operations=st.lists(OPERATIONS, max_size=30))
-def test_entries_stay_as_long_as_num_changes_does(window, operations):
+def test_entries_stay_as_long_as_num_changes_does(window: int, operations: list[tuple[str, int, int]]) -> None:
     """Whatever is done to a table: while num_changes is the same, what was read of it is still what it begins with."""
     allocator = BlockAllocator(12)
     tables = [BlockTable(allocator, 4, window) for _ in range(2)]
@@ -106,7 +108,7 @@ def test_entries_stay_as_long_as_num_changes_does(window, operations):
 
 # ---- giving back -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kept", range(10))
-def test_truncate_gives_back_the_blocks_beyond(kept):
+def test_truncate_gives_back_the_blocks_beyond(kept: int) -> None:
     """What is left holds the first tokens, in the same blocks."""
     allocator, [table] = pool(4, 9)
     blocks = list(table.blocks)
@@ -115,7 +117,7 @@ def test_truncate_gives_back_the_blocks_beyond(kept):
     assert (table.num_tokens, allocator.num_free_blocks) == (kept, 4 - len(table.blocks))
 
 
-def test_free_gives_everything_back_once():
+def test_free_gives_everything_back_once() -> None:
     """A freed table is empty: freeing it again does nothing, and it can be used anew."""
     allocator, [table] = pool(4, 9)
     table.free()
@@ -125,7 +127,7 @@ def test_free_gives_everything_back_once():
     allocator.check_integrity([table])
 
 
-def test_adopted_blocks_belong_to_the_table():
+def test_adopted_blocks_belong_to_the_table() -> None:
     """A table takes over references that its caller took, and gives them back."""
     allocator, [table, other] = pool(4, 8, 0)
     other.adopt([allocator.fork(block) for block in table.blocks])
@@ -137,7 +139,7 @@ def test_adopted_blocks_belong_to_the_table():
 
 
 # ---- sharing ---------------------------------------------------------------------------------------------------------
-def test_fork_shares_and_the_last_holder_writes_in_place():
+def test_fork_shares_and_the_last_holder_writes_in_place() -> None:
     """Of n sequences that share a partly filled block, n-1 copy it and the last one keeps it (section 4.4)."""
     allocator, [parent] = pool(8, 6)
     tables = [parent, parent.fork(), parent.fork()]
@@ -153,7 +155,7 @@ def test_fork_shares_and_the_last_holder_writes_in_place():
     allocator.check_integrity(tables)
 
 
-def test_a_full_last_block_stays_shared():
+def test_a_full_last_block_stays_shared() -> None:
     """Tokens that begin a new block copy nothing, however many share the blocks before it."""
     allocator, [parent] = pool(8, 8)
     child = parent.fork()
@@ -163,7 +165,7 @@ def test_a_full_last_block_stays_shared():
     allocator.check_integrity([parent, child])
 
 
-def test_appending_nothing_copies_nothing():
+def test_appending_nothing_copies_nothing() -> None:
     """append(0) leaves a shared block shared."""
     _, [parent] = pool(8, 6)
     child = parent.fork()
@@ -171,7 +173,7 @@ def test_appending_nothing_copies_nothing():
     assert child.blocks == parent.blocks
 
 
-def test_fork_of_fewer_tokens_shares_only_their_blocks():
+def test_fork_of_fewer_tokens_shares_only_their_blocks() -> None:
     """The child's last block is shared even where the parent's tokens go on in it: the next token copies it."""
     allocator, [parent] = pool(8, 11)
     child = parent.fork(5)
@@ -180,7 +182,7 @@ def test_fork_of_fewer_tokens_shares_only_their_blocks():
     allocator.check_integrity([parent, child])
 
 
-def test_copy_that_does_not_fit_changes_nothing():
+def test_copy_that_does_not_fit_changes_nothing() -> None:
     """A copy-on-write needs a block: without one nobody loses a reference."""
     allocator, [parent] = pool(2, 6)
     child = parent.fork()
@@ -193,7 +195,7 @@ def test_copy_that_does_not_fit_changes_nothing():
     assert child.append(1) == []
 
 
-def test_growth_counts_the_copy_and_the_new_blocks_together():
+def test_growth_counts_the_copy_and_the_new_blocks_together() -> None:
     """Where there is room for the copy but not for the blocks after it, nothing is copied either."""
     allocator, [parent] = pool(4, 6)
     child = parent.fork()
@@ -206,7 +208,7 @@ def test_growth_counts_the_copy_and_the_new_blocks_together():
     assert allocator.num_free_blocks == 0
 
 
-def test_a_published_block_is_not_written_by_its_only_holder():
+def test_a_published_block_is_not_written_by_its_only_holder() -> None:
     """A table cut back into a published block copies it, and the block can still be found."""
     allocator, [table] = pool(4, 8)
     cache = PrefixCache(allocator, 4)
@@ -236,7 +238,7 @@ def apply(copies: list[BlockCopy], memory: list[str]) -> list[str]:
     return memory
 
 
-def test_copies_of_a_fork_are_one_launch():
+def test_copies_of_a_fork_are_one_launch() -> None:
     """Copies that share a source, or touch different blocks, need no order."""
     copies = [BlockCopy(0, 4), BlockCopy(0, 5), BlockCopy(1, 6)]
     assert list(copy_launches(copies)) == [copies]
@@ -252,7 +254,7 @@ def test_copies_of_a_fork_are_one_launch():
         ([(0, 1), (2, 0), (1, 2)], "caa"),
     ],
 )
-def test_copies_that_touch_each_other_keep_their_order(copies, memory):
+def test_copies_that_touch_each_other_keep_their_order(copies: list[Any], memory: str) -> None:
     """A copy sees what the copies before it have made, and nothing of those after it."""
     copies = [BlockCopy(*copy) for copy in copies]
     launches = list(copy_launches(copies))
@@ -264,13 +266,13 @@ def test_copies_that_touch_each_other_keep_their_order(copies, memory):
     assert "".join(apply(copies, list("abc"))) == memory
 
 
-def test_order_costs_no_more_launches_than_it_must():
+def test_order_costs_no_more_launches_than_it_must() -> None:
     """After a copy that had to wait, the next ones share its launch, though they touch blocks of the launch before."""
     copies = [BlockCopy(*copy) for copy in ((0, 1), (2, 3), (4, 0), (1, 5), (6, 2))]
     assert list(copy_launches(copies)) == [copies[:2], copies[2:]]
 
 
-def test_a_source_may_be_reused_within_the_step():
+def test_a_source_may_be_reused_within_the_step() -> None:
     """A copy is right though its source was evicted, within the same step, to be the target of the next copy."""
     allocator, [first, second] = pool(4, 4, 2)
     cache = PrefixCache(allocator, 4)

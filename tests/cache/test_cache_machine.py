@@ -224,7 +224,7 @@ def run(world: World, rng: random.Random, num_operations: int) -> None:
 
 @pytest.mark.parametrize("hash_name", sorted(HASHES))
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(4, 4), (8, 1), (12, 3), (16, 2), (24, 4)])
-def test_random_steps_leave_every_history_intact(num_blocks, block_size, hash_name):
+def test_random_steps_leave_every_history_intact(num_blocks: int, block_size: int, hash_name: str) -> None:
     """Any order of admissions, growth, forks, cuts and ends, over small pools, under good and bad hashes."""
     for seed in range(10):
         world = World(num_blocks, block_size, HASHES[hash_name])

@@ -9,7 +9,7 @@ from minipage.cache import BlockTable
 
 
 # ---- hits ------------------------------------------------------------------------------------------------------------
-def test_the_longest_published_prefix_is_found():
+def test_the_longest_published_prefix_is_found() -> None:
     """Whole blocks of equal tokens from the start on are found, and nothing after the first difference."""
     pool = Pool(8)
     table, _ = pool.start(list(range(12)))
@@ -23,14 +23,14 @@ def test_the_longest_published_prefix_is_found():
 @pytest.mark.parametrize(
     ("max_tokens", "num_hits"), [(12, 3), (11, 2), (8, 2), (7, 1), (3, 0), (0, 0), (-1, 0), (99, 3)]
 )
-def test_hits_stay_within_max_tokens(max_tokens, num_hits):
+def test_hits_stay_within_max_tokens(max_tokens: int, num_hits: int) -> None:
     """The caller decides how much may be found: all but the last token of a prompt, as a rule."""
     pool = Pool(8)
     table, _ = pool.start(list(range(12)))
     assert pool.cache.match(list(range(12)), max_tokens) == table.blocks[:num_hits]
 
 
-def test_match_takes_no_references():
+def test_match_takes_no_references() -> None:
     """Asking changes nothing, neither counts nor the order of eviction."""
     pool = Pool(3)
     pool.run([1, 2, 3, 4])
@@ -42,7 +42,7 @@ def test_match_takes_no_references():
     assert pool.cache.match([1, 2, 3, 4], 4) == []
 
 
-def test_only_full_computed_blocks_are_published():
+def test_only_full_computed_blocks_are_published() -> None:
     """A block whose last token is still to be computed cannot be found."""
     pool = Pool(8)
     table = BlockTable(pool.allocator, BLOCK_SIZE)
@@ -53,7 +53,7 @@ def test_only_full_computed_blocks_are_published():
         assert pool.cache.match(tokens, 12) == table.blocks[: num_computed // BLOCK_SIZE]
 
 
-def test_publishing_more_than_there_is_is_refused():
+def test_publishing_more_than_there_is_is_refused() -> None:
     """num_computed is bounded by the slots of the table and by the token ids."""
     pool = Pool(8)
     table = BlockTable(pool.allocator, BLOCK_SIZE)
@@ -64,9 +64,9 @@ def test_publishing_more_than_there_is_is_refused():
     assert pool.allocator.num_cached_blocks == 0
 
 
-def test_each_block_is_hashed_once_as_a_sequence_grows():
+def test_each_block_is_hashed_once_as_a_sequence_grows() -> None:
     """Publishing after every token costs one hash a block, whatever the length of the chain."""
-    hashed = []
+    hashed: list[bytes] = []
     pool = Pool(32, hash_function=lambda data: (hashed.append(data), data[-16:])[1])
     table = BlockTable(pool.allocator, BLOCK_SIZE)
     tokens = list(range(100))
@@ -81,7 +81,7 @@ def test_each_block_is_hashed_once_as_a_sequence_grows():
     assert len(hashed) == 1 + 25
 
 
-def test_the_first_to_publish_wins():
+def test_the_first_to_publish_wins() -> None:
     """An equal block of a second sequence stays private, and is a plain free block when that sequence ends."""
     pool = Pool(8)
     tokens = list(range(8))
@@ -99,7 +99,7 @@ def test_the_first_to_publish_wins():
     assert not pool.allocator.is_cached(private)
 
 
-def test_a_held_block_takes_the_place_of_one_that_nobody_holds():
+def test_a_held_block_takes_the_place_of_one_that_nobody_holds() -> None:
     """Published late, as after a swap, a sequence's blocks replace equal evictable ones, which are free: one copy is enough."""
     pool = Pool(8)
     tokens = list(range(8))
@@ -118,7 +118,7 @@ def test_a_held_block_takes_the_place_of_one_that_nobody_holds():
     assert pool.run([*range(8), 9]) == 8
 
 
-def test_a_fork_goes_on_where_its_parent_had_published():
+def test_a_fork_goes_on_where_its_parent_had_published() -> None:
     """Children publish their own blocks under the chain of what they share."""
     pool = Pool(8)
     parent, _ = pool.start(list(range(8)))
@@ -130,7 +130,7 @@ def test_a_fork_goes_on_where_its_parent_had_published():
         assert pool.cache.match([*range(8), *[token] * 4], 12) == table.blocks
 
 
-def test_a_fork_from_the_middle_publishes_its_own_tokens():
+def test_a_fork_from_the_middle_publishes_its_own_tokens() -> None:
     """A child that shares only part of what its parent published goes on under that part's name."""
     pool = Pool(8)
     parent, _ = pool.start(list(range(8)))
@@ -142,7 +142,7 @@ def test_a_fork_from_the_middle_publishes_its_own_tokens():
     assert pool.cache.match([*range(8), *[60] * 4], 12) == parent.blocks
 
 
-def test_tokens_after_a_truncation_are_published_as_they_are():
+def test_tokens_after_a_truncation_are_published_as_they_are() -> None:
     """What a table held before it was cut back does not reach the names of what it holds now."""
     pool = Pool(8)
     table, _ = pool.start(list(range(10)))
@@ -155,7 +155,7 @@ def test_tokens_after_a_truncation_are_published_as_they_are():
     assert len(pool.cache.match(list(range(10)), 10)) == 2
 
 
-def test_ids_that_differ_only_in_high_bits_differ():
+def test_ids_that_differ_only_in_high_bits_differ() -> None:
     """Token ids are compared as whole 32-bit numbers."""
     pool = Pool(8)
     pool.run([1, 2, 3, 4, 0])
@@ -164,7 +164,7 @@ def test_ids_that_differ_only_in_high_bits_differ():
 
 
 # ---- salts -----------------------------------------------------------------------------------------------------------
-def test_salts_share_nothing():
+def test_salts_share_nothing() -> None:
     """A prefix is found under the salt that it was published with, and under no other; no salt is the empty one."""
     pool = Pool(16)
     tokens = list(range(9))
@@ -172,7 +172,7 @@ def test_salts_share_nothing():
     assert pool.run(tokens, "\ud83d") == 0
 
 
-def test_a_freed_table_can_change_its_salt():
+def test_a_freed_table_can_change_its_salt() -> None:
     """What a table was published under before it was freed does not bind it afterwards."""
     pool = Pool(8)
     table, _ = pool.start([1, 2, 3, 4], "a")
@@ -183,7 +183,7 @@ def test_a_freed_table_can_change_its_salt():
     assert pool.cache.match([5, 6, 7, 8], 4, "a") == []
 
 
-def test_a_salt_cannot_stand_for_tokens():
+def test_a_salt_cannot_stand_for_tokens() -> None:
     """A salt that spells a known key and its tokens leads to no block of that chain, though the hashes are the same."""
     pool = Pool(16, hash_function=lambda data: data)
     pool.run([0x41414141] * 9)
@@ -191,7 +191,7 @@ def test_a_salt_cannot_stand_for_tokens():
 
 
 # ---- collisions ------------------------------------------------------------------------------------------------------
-def test_a_collision_is_not_a_hit():
+def test_a_collision_is_not_a_hit() -> None:
     """Where all hashes are equal, different tokens are still different: the later block stays unpublished."""
     pool = Pool(16, hash_function=lambda data: b"same")
     first, second = list(range(8)), list(range(100, 108))
@@ -199,7 +199,7 @@ def test_a_collision_is_not_a_hit():
     assert pool.allocator.num_cached_blocks == 1
 
 
-def test_a_collision_of_parents_is_not_a_hit():
+def test_a_collision_of_parents_is_not_a_hit() -> None:
     """Equal tokens after different beginnings are different, even if key and parent's key are the same."""
     pool = Pool(4, hash_function=lambda data: data[-16:])  # the last block alone, so chains collide after their heads
     with_a, _ = pool.start([1, 1, 1, 1, 5, 5, 5, 5])
@@ -208,7 +208,7 @@ def test_a_collision_of_parents_is_not_a_hit():
     assert pool.cache.match([2, 2, 2, 2, 5, 5, 5, 5], 8) == with_b.blocks[:1]
 
 
-def test_a_chain_is_found_again_after_its_head_was_recomputed():
+def test_a_chain_is_found_again_after_its_head_was_recomputed() -> None:
     """A block outlives its evicted parent, and can be found once equal tokens are published in the parent's place."""
     pool = Pool(4)
     tokens = list(range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from helpers.prefix_pool import BLOCK_SIZE, Pool
@@ -11,7 +12,7 @@ from minipage.cache import BlockAllocator, BlockTable, PrefixCache
 
 
 # ---- eviction --------------------------------------------------------------------------------------------------------
-def test_tails_are_evicted_first():
+def test_tails_are_evicted_first() -> None:
     """After one eviction a chain of three still gives two blocks."""
     pool = Pool(8)
     prompt = list(range(12))
@@ -23,7 +24,7 @@ def test_tails_are_evicted_first():
     assert pool.run([*prompt, 12]) == 8
 
 
-def test_a_recycled_block_is_forgotten():
+def test_a_recycled_block_is_forgotten() -> None:
     """Under steady eviction, what is found is what was asked for, for 30 random prompts and one that comes back."""
     rng = random.Random(29)
     pool = Pool(8)
@@ -47,7 +48,7 @@ def test_a_recycled_block_is_forgotten():
     assert pool.allocator.num_free_blocks == 8
 
 
-def test_a_hit_keeps_a_chain_from_eviction():
+def test_a_hit_keeps_a_chain_from_eviction() -> None:
     """The least recently used chain goes first, and a hit is a use."""
     pool = Pool(4)
     pool.run([1] * 8)
@@ -57,7 +58,7 @@ def test_a_hit_keeps_a_chain_from_eviction():
     assert len(pool.cache.match([2] * 8, 8)) == 1
 
 
-def test_hits_are_not_counted_as_room():
+def test_hits_are_not_counted_as_room() -> None:
     """Four hits that are the only free blocks leave none for the rest; refused, the request leaves no trace."""
     pool = Pool(6)
     prompt = list(range(16))
@@ -87,7 +88,7 @@ def test_hits_are_not_counted_as_room():
         lambda pool: pool.allocator._cached.remove(0),
     ],
 )
-def test_check_integrity_finds_damaged_entries(damage):
+def test_check_integrity_finds_damaged_entries(damage: Callable[[Pool], object]) -> None:
     """Entries that disagree with each other or with the allocator's marks are an AssertionError with a block's number."""
     pool = Pool(4)
     table, _ = pool.start([1, 2, 3, 4])
@@ -98,7 +99,7 @@ def test_check_integrity_finds_damaged_entries(damage):
         pool.cache.check_integrity()
 
 
-def test_very_long_chains_are_released():
+def test_very_long_chains_are_released() -> None:
     """Chains of 50,000 blocks are published, found and dropped without running into Python's recursion limit."""
     allocator = BlockAllocator(50_000)
     cache = PrefixCache(allocator, 1)

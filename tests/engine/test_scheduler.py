@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers.scheduling import BLOCK, World, make_request
+from helpers.scheduling import BLOCK, World, make_request, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minipage.cache import Group
 from minipage.engine.request import Status
-from minipage.sampling_params import BeamSearchParams
 
 
 class Schedules(RuleBasedStateMachine):
@@ -86,16 +85,6 @@ class Schedules(RuleBasedStateMachine):
 
 Schedules.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 TestSchedules = Schedules.TestCase
-
-
-def run_all(world: World, limit: int = 500) -> int:
-    """Steps until all is finished."""
-    pick = itertools.cycle([1])
-    for steps in range(limit):
-        if not (world.scheduler.running or world.scheduler.waiting):
-            return steps
-        world.step(pick)
-    raise AssertionError(f"not finished after {limit} steps")
 
 
 @given(
@@ -190,145 +179,3 @@ def test_newcomers_leave_room_for_each_other(num_blocks: int) -> None:
     assert first.status is Status.RUNNING
     # The first one has 2 blocks and 3 are kept for it (its 8 tokens are not computed yet); the second one wants 1.
     assert second.status is (Status.RUNNING if num_blocks == 6 else Status.WAITING)
-
-
-# ---- ahead -------------------------------------------------------------------------------------------------------------
-
-
-def test_decodes_are_scheduled_ahead_of_their_tokens() -> None:
-    """Where all that runs decodes, each step but the first is computed before the tokens of the one before are known."""
-    world = World(32, 4, 64, caching=True, ahead=True)
-    requests = [world.add(name, [name] * 7, 2) for name in range(2)]
-    steps = run_all(world)
-    assert world.num_ahead == steps - 2  # not the one after the prompts, whose sequences are forked, nor the first
-    assert all(len(s.token_ids) == 19 for request in requests if request for s in request.sequences)
-
-
-def test_nothing_is_scheduled_ahead_of_others() -> None:
-    """While somebody waits or computes a prompt, where blocks are short, and where a sequence ends: nothing changes."""
-    world = World(5, 2, 4, caching=False, ahead=True)
-    first, second = world.add(0, [1] * 3, 1), world.add(1, [0] * 9, 1)
-    assert first is not None and second is not None
-    pick = itertools.cycle([1])
-    world.step(pick)
-    while second.sequences[0].num_computed < 9:  # in chunks
-        world.step(pick)
-        assert world.launched is None
-    world.step(pick)
-    while world.launched is not None:
-        world.step(pick)
-    assert world.allocator.num_free_blocks == 0
-    run_all(world)
-    assert world.scheduler.counters.preemptions > 0
-
-
-def test_who_comes_is_not_kept_waiting_by_steps_ahead() -> None:
-    """A newcomer is scheduled as soon as the step that was computed already is accounted for."""
-    world = World(32, 4, 64, caching=False, ahead=True)
-    pick = itertools.cycle([1])
-    world.add(0, [1] * 3, 1)
-    for _ in range(3):
-        world.step(pick)
-    assert world.launched is not None
-    newcomer = world.add(1, [2] * 3, 1)
-    assert newcomer is not None
-    world.step(pick)
-    assert world.launched is None
-    world.step(pick)
-    assert newcomer.sequences[0].num_computed == 3
-
-
-def test_blocks_that_suffice_for_some_are_not_taken_ahead() -> None:
-    """Two sequences want a block each and one is free: nobody gets it before it is known who gives way."""
-    world = World(3, 2, 64, caching=False, ahead=True)
-    requests = [world.add(name, [name] * 3, 1) for name in range(2)]
-    pick = itertools.cycle([1])
-    world.step(pick)
-    world.step(pick)
-    assert all(request is not None and request.status is Status.RUNNING for request in requests)
-    assert world.launched is None and world.allocator.num_free_blocks == 1
-    world.check()
-    run_all(world)
-
-
-def test_beams_are_not_scheduled_ahead() -> None:
-    """What goes on, and from where, is told by logits."""
-    world = World(32, 4, 64, caching=False, ahead=True)
-    request = world.add(0, [1] * 3, 1)
-    assert request is not None
-    request.params = BeamSearchParams(beam_width=1, max_tokens=12)
-    assert run_all(world) > 10 and world.num_ahead == 0
-
-
-# ---- speculation -------------------------------------------------------------------------------------------------------
-
-
-def test_drafts_are_verified_in_one_step() -> None:
-    """A sequence that repeats itself computes its last known token and the draft together, and grows by one more."""
-    world = World(32, 4, 64, caching=False, num_speculative_tokens=4)
-    request = world.add(0, [1] * 9, 1)
-    assert request is not None
-    pick = itertools.cycle([1])
-    assert world.step(pick).scheduled[0].draft == ()  # the prompt
-    [item] = world.step(pick).scheduled
-    assert (item.num_tokens, item.num_known, item.draft) == (5, 1, (1, 1, 1, 1))
-    assert len(request.sequences[0].token_ids) == 9 + 1 + 5
-    counters = world.scheduler.counters
-    assert (counters.draft_tokens, counters.accepted_tokens) == (4, 4)
-
-
-def test_wrong_guesses_give_their_blocks_back() -> None:
-    """Where nothing of a draft is right, the table holds what it would hold without it, and no block more is published."""
-    world = World(32, 4, 64, caching=True, num_speculative_tokens=8)
-    request = world.add(0, [1] * 11, 1)
-    assert request is not None
-    world.step(itertools.cycle([1]))
-    free = world.allocator.num_free_blocks
-    [item] = world.step(itertools.cycle([2])).scheduled
-    assert len(item.draft) == min(8, request.max_total_tokens - 12 - 1)
-    assert request.sequences[0].tables.num_tokens == request.sequences[0].num_computed == 12
-    assert world.allocator.num_free_blocks == free == 32 - 3
-    assert world.allocator.num_cached_blocks == 3
-    world.check()
-
-
-def test_drafts_take_what_is_left_of_the_budget() -> None:
-    """Every known token goes first, those of newcomers too; guesses get the rest, the earliest arrival's first."""
-    world = World(64, 4, 8, caching=False, num_speculative_tokens=8)
-    pick = itertools.cycle([1])
-    for name in range(2):
-        world.add(name, [1] * 4, 1)
-    world.step(pick)
-    world.add(2, [2] * 5, 1)
-    assert [(item.num_known, len(item.draft)) for item in world.step(pick).scheduled] == [(1, 1), (1, 0), (5, 0)]
-    assert [(item.num_known, len(item.draft)) for item in world.step(pick).scheduled] == [(1, 5), (1, 0), (1, 0)]
-
-
-def test_drafts_take_what_is_left_of_the_blocks() -> None:
-    """Guesses shrink to the slots that are free, and nobody gives way for them."""
-    world = World(12, 4, 64, caching=False, num_speculative_tokens=8)
-    pick = itertools.cycle([1])
-    world.add(0, [1] * 9, 1)
-    world.add(1, [1] * 8, 1)
-    world.step(pick)
-    while world.allocator.num_free_blocks > 2:  # others hold all but two blocks
-        world.allocator.allocate()
-    # The second sequence takes one of the two for its next token, so there are 2 and 4 free slots for the first one's guesses;
-    # the second one's have those of its own block.
-    step = world.step(pick)
-    assert [(item.num_known, len(item.draft)) for item in step.scheduled] == [(1, 6), (1, 3)]
-    assert world.allocator.num_free_blocks == 0
-    assert world.scheduler.counters.preemptions == 0
-
-
-def test_beams_and_prompts_do_not_draft() -> None:
-    """Chunks of a prompt that repeats itself have no guesses behind them, and neither have the tokens of beams."""
-    world = World(32, 4, 4, caching=False, num_speculative_tokens=4)
-    world.add(0, [1] * 11, 1)
-    pick = itertools.cycle([1])
-    assert [world.step(pick).scheduled[0].draft for _ in range(3)] == [(), (), ()]
-    world = World(32, 4, 64, caching=False, num_speculative_tokens=4)
-    request = world.add(0, [1] * 11, 1)
-    assert request is not None
-    request.params = BeamSearchParams(beam_width=1, max_tokens=8)
-    assert [world.step(pick).scheduled[0].draft for _ in range(3)] == [(), (), ()]

@@ -182,3 +182,13 @@ class World:
         order = {id(request): index for index, request in enumerate(self.requests)}
         arrivals = [order[id(request)] for request in [*self.scheduler.running, *self.scheduler.waiting]]
         assert arrivals == sorted(arrivals), "first come, first served"
+
+
+def run_all(world: World, limit: int = 500) -> int:
+    """Steps until all is finished."""
+    pick = itertools.cycle([1])
+    for steps in range(limit):
+        if not (world.scheduler.running or world.scheduler.waiting):
+            return steps
+        world.step(pick)
+    raise AssertionError(f"not finished after {limit} steps")

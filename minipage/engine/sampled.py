@@ -40,8 +40,7 @@ class SampledRequest(Tracked):
         self._params = params
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(params, tokenizer, eos_token_ids)
-        self._banned_at_first = as_ids(eos_token_ids.union(self._stop_ids))
-        self._biases = Biases.of(params)
+        self._eos_token_ids = eos_token_ids
         self._looks_back = looks_back(params)
         self._counts: defaultdict[int, Counter[int]] = defaultdict(Counter)  # of the ids in each output, if it does
         self._prompt_logprobs = None
@@ -105,6 +104,15 @@ class SampledRequest(Tracked):
             counts = self._counts[index] + Counter(draft) if draft else self._counts[index]
             row = row._replace(prompt_ids=self._prompt_ids, output_counts=counts)
         return row
+
+    # Made when a row first needs them, and so not for those that wait.
+    @cached_property
+    def _banned_at_first(self) -> Ids:
+        return as_ids(self._eos_token_ids.union(self._stop_ids))
+
+    @cached_property
+    def _biases(self) -> Biases:
+        return Biases.of(self._params)
 
     @cached_property
     def _prompt_ids(self) -> Ids:

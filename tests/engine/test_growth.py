@@ -88,7 +88,7 @@ def test_params_of_many_prompts_are_checked_and_copied_once(llm: LLM, monkeypatc
 
 
 def test_those_that_wait_have_no_outputs(text_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filters of stop strings and detokenizers are made for those whose turn has come, and filters once for the same stops."""
+    """Filters of stop strings, detokenizers and arrays are made for those whose turn has come, filters once for equal stops."""
     made: list[str] = []
 
     def count(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,14 +96,17 @@ def test_those_that_wait_have_no_outputs(text_llm: LLM, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sampled, "StopFilter", count("filter", StopFilter))
     monkeypatch.setattr(sampled, "SequenceOutput", count("output", sampled.SequenceOutput))
-    params = SamplingParams(n=4, stop=["never said", "nor this"], max_tokens=2, ignore_eos=True)
+    monkeypatch.setattr(sampled, "as_ids", count("ids", sampled.as_ids))
+    monkeypatch.setattr(sampled.Biases, "of", count("biases", sampled.Biases.of))
+    stops: dict[str, Any] = {"stop": ["never said", "nor this"], "stop_token_ids": [299], "min_tokens": 2}
+    params = SamplingParams(n=4, max_tokens=2, ignore_eos=True, logit_bias={298: 1.0}, **stops)
     engine = text_llm.engine
     for number in range(200):
         engine.add_request(str(number), [1, 2], params)
     assert made == []
     engine.step()
     assert engine.stats().num_running == 64  # of 256 sequences
-    assert Counter(made) == {"filter": 1, "output": 256}
+    assert Counter(made) == {"filter": 1, "output": 256, "ids": 64, "biases": 64}
 
 
 def test_an_abort_does_not_search_the_queue() -> None:

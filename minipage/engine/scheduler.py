@@ -43,9 +43,8 @@ class Scheduler:
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # by arrival: preempted ones return to the front
         self.running: list[Request] = []  # by arrival
         self.counters = Counters()
-        self._refused: tuple[Request, int] | None = (
-            None  # the one that was not admitted, and what supply would do for it
-        )
+        #: The one that was not admitted, and what supply would do for it.
+        self._refused: tuple[Request, int] | None = None
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:

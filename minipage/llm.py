@@ -234,9 +234,7 @@ class LLM:
         self, prompt: Prompt, params: Params | CheckedParams, text: str | None = None, salt: str | None = None
     ) -> Request:
         ids = (f"llm-{number}" for number in self._ids)
-        request_id = next(
-            each for each in ids if not self.engine.is_unfinished(each)
-        )  # a caller's own may look like these
+        request_id = next(each for each in ids if not self.engine.is_unfinished(each))  # a caller's own may look so
         return self.engine.prepare(request_id, prompt, params, prompt_text=text, cache_salt=salt)
 
     def _prepare_chat(

@@ -210,9 +210,8 @@ def test_books_are_checked_after_each_step(history: Folders, monkeypatch: pytest
 def test_what_nobody_can_reach_is_poisoned(history: Folders, dtype: str) -> None:
     """Never used, freed and evicted blocks hold NaN once another step runs; held and cached ones hold what they should."""
     with open_llm(history(SEED), device="reference", kv_cache_dtype=dtype, num_blocks=8) as llm:
-        llm.generate(
-            [PROMPT], greedy_params(1), use_tqdm=False
-        )  # 14 tokens: three full blocks, which stay, and a partial one
+        # 14 tokens: three full blocks, which stay, and a partial one.
+        llm.generate([PROMPT], greedy_params(1), use_tqdm=False)
         allocator = llm.engine._scheduler.blocks.allocator
         cached = allocator.cached_blocks()
         assert len(cached) == 3

@@ -84,9 +84,7 @@ def test_rope_scalings(tmp_path: Path) -> None:
     linear = rope({SCALING + "type": "linear", SCALING + "factor": 2.0})
     assert (linear.kind, linear.factor) == ("linear", 2.0)
     assert rope({"llama.rope.scale_linear": 4.0}).factor == 4.0
-    untyped = rope(
-        {SCALING + "factor": 8.0, "llama.rope.scale_linear": 4.0}
-    )  # a factor that is not said to be of any kind
+    untyped = rope({SCALING + "factor": 8.0, "llama.rope.scale_linear": 4.0})  # not said to be of any kind
     assert (untyped.kind, untyped.factor) == ("linear", 8.0)
     assert rope({SCALING + "type": "none", SCALING + "factor": 8.0}).kind == "default"
     yarn_keys = {

@@ -52,7 +52,7 @@ def test_one_message_is_no_conversation(llm: LLM) -> None:
         llm.chat({"role": "user", "content": "hi"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [5, 0, Number(), iter([SamplingParams()]), BeamSearchParams(), {"n": 1}], ids=repr)
+@pytest.mark.parametrize("bad", [5, 0, Number(), iter([SamplingParams()]), BeamSearchParams(), {"n": 1}], ids=type)
 def test_params_of_another_kind(llm: LLM, bad: Any) -> None:
     """So are parameters that are not those of the call, those that count as false among them."""
     message = [{"role": "user", "content": "hi"}]

@@ -54,6 +54,8 @@ class Engine:
         self._tracked: dict[str, Tracked] = {}
         self._ahead: tuple[Step, Launched] | None = None  # computed, or being computed, and not accounted for yet
         self._lock = threading.RLock()
+        self._is_amid_step = False
+        self._to_abort: list[str] = []  #: when the step has ended
         self._on_close: Callable[[], None] | None = on_close
         self._prompt_tokens = self._generation_tokens = 0
 
@@ -117,18 +119,28 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at once and free its blocks; returns what it had so far, None where it is not there (any more)."""
+        """End a request at once and free its blocks; returns what it had so far, None where it is not there (any more).
+
+        Amid a step of the same thread, where a sink may call this, or the garbage collector for a stream that nobody reads, it
+        ends when the step does, and nothing is returned.
+        """
         with self._lock:
-            tracked = self._tracked.pop(request_id, None)
-            if tracked is None:
+            if self._is_amid_step:
+                self._to_abort.append(request_id)
                 return None
-            tracked.abort()
-            self._scheduler.abort(tracked.request)
-            self._generation_tokens += tracked.num_generated
-            output = tracked.output(True)
-            if tracked.on_output is not None:
-                tracked.on_output(output)
-            return output
+            return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return None
+        tracked.abort()
+        self._scheduler.abort(tracked.request)
+        self._generation_tokens += tracked.num_generated
+        output = tracked.output(True)
+        if tracked.on_output is not None:
+            tracked.on_output(output)
+        return output
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has anything to do."""
@@ -145,23 +157,32 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            step, launched = self._resume()
-            if not step.scheduled:
-                step, launched = self._scheduler.schedule(), None
-            if not step.scheduled:
-                return []
             try:
-                if launched is None:
-                    self.runner.execute(step)
-                self._scheduler.advance(step)
-                touched = self._take_tokens(step) if launched is None else self._take_launched(step, launched)
-            except BaseException:
-                self._ahead = None
-                self._scheduler.forget_swaps(step)
-                for request_id in {item.request.request_id for item in step.scheduled}:
-                    self.abort(request_id)
-                raise
-            return self._collect(touched)
+                self._is_amid_step = True
+                return self._step()
+            finally:
+                self._is_amid_step = False
+                while self._to_abort:
+                    self._abort(self._to_abort.pop())
+
+    def _step(self) -> list[RequestOutput]:
+        step, launched = self._resume()
+        if not step.scheduled:
+            step, launched = self._scheduler.schedule(), None
+        if not step.scheduled:
+            return []
+        try:
+            if launched is None:
+                self.runner.execute(step)
+            self._scheduler.advance(step)
+            touched = self._take_tokens(step) if launched is None else self._take_launched(step, launched)
+        except BaseException:
+            self._ahead = None
+            self._scheduler.forget_swaps(step)
+            for request_id in {item.request.request_id for item in step.scheduled}:
+                self._abort(request_id)
+            raise
+        return self._collect(touched)
 
     def _resume(self) -> tuple[Step, Launched | None]:
         """The step that was launched ahead of its time, if any, without the sequences that have ended since."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from helpers import models
 from helpers.checks import TIGHT, Canary, assert_clean, assert_idle_and_whole, generate_ids, greedy_params, run_to_end
+from helpers.moments import at_call
 
 from minipage import LLM, SamplingParams
 from minipage.interrupts import CatchInterrupt, DelayInterrupt
@@ -21,25 +19,6 @@ from minipage.interrupts import CatchInterrupt, DelayInterrupt
 SEED = 5
 PROMPTS = [models.history_prompt(seed, 9) for seed in (1, 2, 3)]
 PARAMS = [SamplingParams(n=2, seed=1, max_tokens=12), greedy_params(16), greedy_params(8, prompt_logprobs=1)]
-
-
-@contextmanager
-def at_call(number: int, act: Callable[[], None]) -> Iterator[list[int]]:
-    """Does something when a function of minipage is called for the ``number``-th time; yields a list of that count."""
-    count = [0]
-
-    def look(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and "/minipage/" in frame.f_code.co_filename:
-            count[0] += 1
-            if count[0] == number:
-                sys.setprofile(None)
-                act()
-
-    sys.setprofile(look)
-    try:
-        yield count
-    finally:
-        sys.setprofile(None)
 
 
 def press_ctrl_c() -> None:

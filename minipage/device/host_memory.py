@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_CGROUP = Path("/sys/fs/cgroup")  #: of a container, the control group that all of it is in
+
 
 def free() -> int:
     """Bytes of memory that the kernel calls available, within the control group's limit."""
     available = _available_memory()
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return available if limit is None else min(available, max(limit - (used or 0), 0))
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        return available  # no control group, or "max": no limit
+    return min(available, max(limit - used + _cached_files(), 0))
 
 
 def _available_memory() -> int:
@@ -22,8 +27,7 @@ def _available_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        return int(Path("/sys/fs/cgroup", name).read_text())
-    except (OSError, ValueError):
-        return None  # no control group, or "max": no limit
+def _cached_files() -> int:
+    """Bytes of files, such as those that weights were read from, that count as used and are given up where memory is wanted."""
+    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))

@@ -17,7 +17,7 @@ PREEMPTION_MODES = ("recompute", "swap", "auto")
 SPECULATIVE_METHODS = (None, "ngram")
 MOST_SPECULATIVE_TOKENS = 8
 MOST_THREADS = 1024
-_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMG]I?B)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMG]I?B)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 

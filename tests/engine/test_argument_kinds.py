@@ -87,10 +87,10 @@ def test_params_that_were_changed(llm: LLM, field: str, value: Any) -> None:
         llm.beam_search([1], beams)
 
 
-@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GB", "0." + "1" * 400, "1e9", "-1", ""])
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GB", "0." + "1" * 400, "1e9", "-1", "", "1\N{KELVIN SIGN}B"])
 @pytest.mark.parametrize("name", ["kv_cache_memory", "swap_space"])
 def test_sizes_that_are_none(history: Callable[[int], Path], name: str, size: str) -> None:
-    """A size has a sane number of digits."""
+    """A size has a sane number of digits, and a unit, if any, of those that are named."""
     with pytest.raises(InvalidArgumentError, match=f"{name}=.* is not a size"):
         LLM(str(history(SEED)), device="cpu", **{name: size})  # type: ignore[arg-type]
 

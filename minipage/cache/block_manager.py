@@ -184,7 +184,8 @@ class BlockManager:
     def supply(self) -> int:
         """What makes a :meth:`shortage` less: free blocks, and, since they may be hits, blocks published so far.
 
-        As long as no request is admitted, a shortage falls by no more than this rises.
+        As long as no request is admitted, a shortage falls by no more than this rises; rarely by more where layers have windows,
+        whose missing block hides others that are there. It rises to any shortage by the time that all others have ended.
         """
         return self.allocator.num_free_blocks + (self.prefixes.num_published if self.prefixes is not None else 0)
 

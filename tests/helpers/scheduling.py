@@ -55,10 +55,12 @@ def make_request(name: int, prompt: list[int], n: int, limit: int) -> Request:
 
 
 class CheckedScheduler(Scheduler):
-    """One that lets nobody wait who has room, whatever it remembers of having refused it."""
+    """One that lets nobody wait who has room, whatever it remembers of having refused it (windows may hide room for a while)."""
 
     def _admit(self, step: Step) -> None:
         super()._admit(step)
+        if any(group.window for group in self.blocks.groups):
+            return
         num_seqs = sum(request.num_seqs for request in self.running)
         for head in itertools.islice(self.waiting, 1):
             if step.num_tokens < self._max_num_batched_tokens and num_seqs + head.num_seqs <= self._max_num_seqs:

@@ -29,5 +29,8 @@ def _available_memory() -> int:
 
 def _cached_files() -> int:
     """Bytes of files, such as those that weights were read from, that count as used and are given up where memory is wanted."""
-    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))

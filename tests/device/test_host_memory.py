@@ -43,6 +43,12 @@ def test_memory_of_a_control_group(put: Callable[[Mapping[str, str]], None], lim
     assert host_memory.free() == free
 
 
+def test_a_control_group_that_does_not_tell_of_files(put: Callable[[Mapping[str, str]], None]) -> None:
+    """All that is used counts, as it may where a sandbox plays the kernel."""
+    put({"memory.max": "10000\n", "memory.current": "8000\n"})
+    assert host_memory.free() == 2000
+
+
 def test_memory_without_a_control_group(put: Callable[[Mapping[str, str]], None]) -> None:
     """What the machine has."""
     put({})

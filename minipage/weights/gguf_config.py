@@ -155,15 +155,15 @@ def matrix_dtype(header: Header) -> str:
 def translate_rope(metadata: Fields, head_dim: int, freq_factors: list[float] | None) -> dict[str, Any]:
     """``rope_parameters``: none, linear or yarn by the scaling keys, or the divisors of ``rope_freqs.weight``.
 
-    As in llama.cpp, a factor without a type is one of linear scaling.
+    As in llama.cpp, a factor without a type is one of linear scaling, and none where it is 0.
     """
     rotary_dim = integer(metadata, "llama.rope.dimension_count", head_dim)
     rule: dict[str, Any] = {
         "rope_theta": number(metadata, "llama.rope.freq_base", 10000.0),
         "partial_rotary_factor": rotary_dim / head_dim,
     }
-    has_factor = SCALING + "factor" in metadata or "llama.rope.scale_linear" in metadata  # the key of the first files
-    kind = metadata.get(SCALING + "type", "linear" if has_factor else "none")
+    scale = metadata.get(SCALING + "factor", metadata.get("llama.rope.scale_linear", 0))  # which the first files have
+    kind = metadata.get(SCALING + "type", "linear" if scale != 0 else "none")
     if kind not in ("none", "linear", "yarn"):
         raise refuse(SCALING + "type", kind, "none, linear, yarn")
     allowed = (*SCALING_KEYS, *YARN_KEYS) if kind == "yarn" else SCALING_KEYS

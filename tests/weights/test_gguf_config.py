@@ -87,6 +87,7 @@ def test_rope_scalings(tmp_path: Path) -> None:
     untyped = rope({SCALING + "factor": 8.0, "llama.rope.scale_linear": 4.0})  # not said to be of any kind
     assert (untyped.kind, untyped.factor) == ("linear", 8.0)
     assert rope({SCALING + "type": "none", SCALING + "factor": 8.0}).kind == "default"
+    assert rope({SCALING + "factor": 0.0, "llama.rope.scale_linear": 4.0}).kind == "default"
     yarn_keys = {
         "type": "yarn",
         "factor": 4.0,
@@ -152,7 +153,7 @@ def test_window_counts_where_the_file_has_one(tmp_path: Path) -> None:
         ({"tokenizer.ggml.tokens": 7}, r"tokenizer\.ggml\.tokens is 7; allowed: a list"),
         ({"tokenizer.ggml.token_type": True}, r"tokenizer\.ggml\.token_type is True; allowed: a list"),
         ({"tokenizer.ggml.tokens": "abc"}, r"tokenizer\.ggml\.tokens is 'abc'; allowed: a list"),
-        ({SCALING + "factor": 0.0}, r"factor is 0\.0"),
+        ({SCALING + "type": "linear", SCALING + "factor": 0.0}, r"factor is 0\.0"),
         ({SCALING + "type": "longrope"}, r"scaling\.type is 'longrope'; allowed: none, linear, yarn"),
         ({SCALING + "type": "linear"}, r"scaling\.factor is missing"),
         ({SCALING + "type": "linear", SCALING + "factor": 2.0, SCALING + "attn_factor": 2.0}, "attn_factor is 2"),

@@ -52,14 +52,14 @@ class Task(NamedTuple):
 def read_tasks(file: Path, defaults: SamplingParams) -> list[Task]:
     """All lines of the file; ValueError names the first that is not as it should be."""
     tasks: dict[Id, Task] = {}
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    task = parse_task(line, defaults)
+                    task = parse_task(line.decode(), defaults)
                     if task.id in tasks:
                         raise ValueError(f"id {task.id!r} is that of an earlier line, too; ids must be different")
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, RecursionError) as error:
                     raise ValueError(f"{file}, line {number}: {error}") from error
                 tasks[task.id] = task
     return list(tasks.values())
@@ -83,6 +83,15 @@ def parse_task(line: str, defaults: SamplingParams) -> Task:
     return Task(own_id, prompt, messages, dataclasses.replace(defaults, **params))
 
 
+def id_of_result(line: bytes) -> Id:
+    """The id in a line of results; ValueError where it is no JSON, TypeError where it is something else, such as a prompt."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict) or not {"outputs", "error"} & fields.keys() or not isinstance(fields.get("id"), Id):
+        raise TypeError("not an object with an id, and outputs or an error")
+    own_id: Id = fields["id"]
+    return own_id
+
+
 class Results:
     """The file of results, held open and locked; what ``done`` lists is in it."""
 
@@ -104,13 +113,17 @@ class Results:
         size = 0
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)]:
+                is_cut = not line.endswith(b"\n")
+                try:
+                    own_id = id_of_result(line)
+                except (ValueError, TypeError, RecursionError) as error:
+                    if is_cut and isinstance(error, ValueError) and line[: len(BEGINNING)] == BEGINNING[: len(line)]:
+                        break
+                    raise ValueError(f"{path}, line {number} is not a result of this program: {line[:80]!r}") from error
+                if is_cut:
                     break
                 size += len(line)
-                try:
-                    self.done.add(json.loads(line)["id"])
-                except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(f"{path}, line {number} is not a result of this program: {line[:80]!r}") from error
+                self.done.add(own_id)
         os.ftruncate(self._file, size)
 
     def add(self, result: dict[str, Any]) -> None:
@@ -231,8 +244,9 @@ def run_round(tasks: Sequence[Task], results: Results, args: argparse.Namespace,
 def run(args: argparse.Namespace) -> int:
     """Serve what has no result yet, in rounds for as long as they bring any: a worker that ended left what it had taken."""
     config = EngineConfig(**engine_keywords(args))
-    if args.num_workers < 1:
-        raise ValueError(f"num_workers={args.num_workers} is not allowed; it must be at least 1")
+    for name, least in (("num_workers", 1), ("cpus_per_worker", 1), ("gpus_per_worker", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ValueError(f"{name}={value} is not allowed; it must be at least {least}")
     if args.num_workers > 1 and not args.gpus_per_worker and config.num_blocks is config.kv_cache_memory is None:
         raise ValueError(
             "give --kv-cache-memory or --num-blocks: workers of one machine would each take half of its memory"

@@ -36,6 +36,7 @@ from minipage.device import open_device
 from minipage.device.base import Device
 
 MOST_WORKERS = 7  #: that check ops at the same time: not six, for of each six steps one takes longest
+REPORT = "gpu_check.json"  #: in the folder OUT
 COPY = "copy on the device"  #: the timing that others are compared with
 
 
@@ -60,7 +61,7 @@ class Report:
             if folder := os.environ.get("OUT"):
                 rows = [row._asdict() | {"of_copy": self._of_copy(row)} for row in self.rows]
                 report = {"device": self._device_name, "versions": self._about, "rows": rows}
-                Path(folder, "gpu_check.json").write_text(json.dumps(report, indent=1))
+                Path(folder, REPORT).write_text(json.dumps(report, indent=1))
 
     def _of_copy(self, row: Row) -> float | None:
         """A rate as a fraction of that of a copy on the device."""
@@ -142,8 +143,14 @@ def main() -> int:
     if args.part:
         index, count, first = args.share
         return work(args.device, Share(args.part, index, count), first, args.seconds)
-    if (folder := os.environ.get("OUT")) and not Path(folder).is_dir():
-        parser.error(f"OUT={folder}: there is no such folder")
+    if not args.minutes > 0:
+        parser.error(f"--minutes must be above 0, got {args.minutes}")
+    if folder := os.environ.get("OUT"):
+        file = Path(folder, REPORT)
+        if not file.parent.is_dir():
+            parser.error(f"OUT={folder}: there is no such folder")
+        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+            parser.error(f"OUT={folder}: {REPORT} cannot be written there")
     try:
         device = open_device(args.device)
     except ValueError as error:

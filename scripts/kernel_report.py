@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import pkgutil
 import sys
@@ -130,10 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, default=H200_BANDWIDTH, metavar="GB/S", help=bandwidth_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args(arguments)
-    if not args.bandwidth > 0:
-        parser.error(f"--bandwidth must be above 0, got {args.bandwidth}")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    if not 0 < args.bandwidth < math.inf:
+        parser.error(f"--bandwidth must be above 0 and finite, got {args.bandwidth}")
+    if args.json:
+        if not args.json.parent.is_dir():
+            parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+        if args.json.is_dir() or not os.access(args.json if args.json.exists() else args.json.parent, os.W_OK):
+            parser.error(f"--json {args.json}: no file can be written there")
     if reason := missing():
         print(f"compiling CUDA kernels needs {reason}", file=sys.stderr)
         return 2

@@ -50,6 +50,7 @@ def arguments(tmp_path: Path, num_prompts: int, **changes: Any) -> argparse.Name
         "prompts": file,
         "results": tmp_path / "results.jsonl",
         "num_workers": 2,
+        "cpus_per_worker": None,
         "gpus_per_worker": 0,
         "num_blocks": 9,
     }
@@ -143,7 +144,7 @@ def test_a_round_ends_all_that_it_began(
                     raise ray.exceptions.RayError("its machine went away")
 
     monkeypatch.setattr(script, "Worker", Worker)
-    given = arguments(tmp_path, 5, model=None, cpus_per_worker=None)
+    given = arguments(tmp_path, 5, model=None)
     results = script.Results(given.results)
     tasks = script.read_tasks(given.prompts, SamplingParams())
     failures = script.run_round(tasks, results, given, SimpleNamespace(update=lambda: None))
@@ -213,6 +214,8 @@ def test_tasks_are_taken_once_and_by_fewer_at_the_end(script: ModuleType) -> Non
         ('{"id": 1, "prompt": "a", "params": {"max_tokens": -1}}', "line 2: max_tokens is -1"),
         ('{"id": 1, "prompt": "a", "params": {"no": 1}}', "line 2: .*unexpected keyword argument 'no'"),
         ('{"id": 1, "prompt": "a", "params": 3}', "line 2: params 3 is not allowed"),
+        ('{"id": 1, "prompt": "\udcff"}', "line 2: 'utf-8' codec can't decode byte 0xff"),
+        ('{"id": 1, "prompt": ' + "[" * 100_000, "line 2: .*(recursion|[Ss]tack)"),
     ],
 )
 def test_bad_lines_are_named_before_anything_starts(
@@ -220,9 +223,19 @@ def test_bad_lines_are_named_before_anything_starts(
 ) -> None:
     """With the file and the number of the line."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(f'{{"id": 0, "prompt": "a"}}\n{line}\n')
+    file.write_text(f'{{"id": 0, "prompt": "a"}}\n{line}\n', errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         script.read_tasks(file, SamplingParams())
+
+
+def test_a_result_without_its_newline_is_computed_again(script: ModuleType, tmp_path: Path) -> None:
+    """A line that only lacks its end is dropped as any that was cut is, so that the next one does not join it."""
+    file, whole = tmp_path / "results.jsonl", b'{"id": 1, "outputs": []}\n'
+    for cut in range(1, len(whole)):
+        file.write_bytes(whole.replace(b"1", b"0") + whole[:cut])
+        results = script.Results(file)
+        results.close()
+        assert results.done == {0} and file.read_bytes() == whole.replace(b"1", b"0")
 
 
 def test_the_file_of_results(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +253,8 @@ def test_the_file_of_results(script: ModuleType, tmp_path: Path, monkeypatch: py
         results.add({"id": "b", "outputs": []})
     assert results.done == {"a"}
     results.close()
-    for foreign in ("some text\n", "some text", "[1]\n", '{"name": 3}\n'):
+    prompt = '{"id": 1, "prompt": "a"}'  # of a file that was given for both; its last line may lack an end
+    for foreign in ("some text\n", "some text", "[1]\n", '{"name": 3}\n', prompt, prompt + "\n"):
         file.write_text(foreign)
         with pytest.raises(ValueError, match="line 1 is not a result of this program"):
             script.Results(file)
@@ -249,8 +263,9 @@ def test_the_file_of_results(script: ModuleType, tmp_path: Path, monkeypatch: py
 
 def test_what_the_command_line_refuses(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Ray is started; and what is missing where there is none."""
-    with pytest.raises(ValueError, match="num_workers=0 is not allowed"):
-        script.run(arguments(tmp_path, 1, num_workers=0))
+    for name, value in (("num_workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)):
+        with pytest.raises(ValueError, match=f"{name}={value} is not allowed"):
+            script.run(arguments(tmp_path, 1, **{name: value}))
     unsized = arguments(tmp_path, 1)
     del unsized.num_blocks
     with pytest.raises(ValueError, match="give --kv-cache-memory or --num-blocks"):

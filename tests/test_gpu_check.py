@@ -52,6 +52,17 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cuda-sim"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 2 and "nowhere: there is no such folder" in result.stderr.splitlines()[-1]
+    (tmp_path / "nowhere" / "gpu_check.json").mkdir(parents=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 2 and "gpu_check.json cannot be written there" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_a_time_that_is_none(minutes: str) -> None:
+    """Is refused: all would be left out, and nothing be wrong."""
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cuda-sim", f"--minutes={minutes}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "--minutes must be above 0" in result.stderr.splitlines()[-1]
 
 
 @pytest.fixture

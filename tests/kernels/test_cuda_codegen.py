@@ -57,6 +57,9 @@ def test_budgets_look_at_something(report: dict[str, Any]) -> None:
         ("'numba_cuda'", [], "compiling CUDA kernels needs numba-cuda"),
         ("", [], "needs Numba without its simulator: unset NUMBA_ENABLE_CUDASIM"),
         ("", ["--json", "nowhere/report.json"], "--json nowhere/report.json: there is no folder nowhere"),
+        ("", ["--json", "."], "--json .: no file can be written there"),
+        ("", ["--bandwidth", "inf"], "--bandwidth must be above 0 and finite, got inf"),
+        ("", ["--bandwidth", "nan"], "--bandwidth must be above 0 and finite, got nan"),
     ],
 )
 def test_what_is_missing_is_said_first(packages: str, options: list[str], reason: str, tmp_path: Path) -> None:

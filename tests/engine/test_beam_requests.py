@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers import models, ref
+from helpers.beam_engine import open_llm, search
 from helpers.checks import Canary, assert_clean
-from helpers.pressure import Ask, Watch, finish, poison, serve
+from helpers.pressure import Ask, Watch, finish, serve
 
 from minipage import LLM, BeamSearchParams, InvalidArgumentError
-from minipage.outputs import RequestOutput
 
 Folders = Callable[[int], Path]
-
-
-def open_llm(folder: Path, **options: Any) -> LLM:
-    """An engine on the CPU in float32 with blocks of four tokens, all of them full of NaN."""
-    llm = LLM(str(folder), **{"device": "cpu", "dtype": "float32", "block_size": 4, "num_blocks": 256, **options})
-    poison(llm)
-    return llm
-
-
-def search(llm: LLM, prompt: Sequence[int], params: BeamSearchParams) -> RequestOutput:
-    """One beam search."""
-    [out] = llm.beam_search(list(prompt), params, use_tqdm=False)
-    return out
 
 
 @pytest.fixture(scope="module")

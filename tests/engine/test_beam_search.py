@@ -11,32 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from helpers import models, ref
+from helpers.beam_engine import open_llm, search
 from helpers.beams import Found, all_sequences, beam_search, table_logprobs
 from helpers.checks import assert_idle_and_whole
-from helpers.pressure import poison
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from minipage import LLM, BeamSearchParams
+from minipage import BeamSearchParams
 from minipage.outputs import RequestOutput
 
 CLOSE = 1e-4  #: beams that come closer than this may change places by rounding
 GOLDEN = sorted((Path(__file__).parent.parent / "models" / "golden").glob("*/beams.json"))
 
 Folders = Callable[[int], Path]
-
-
-def open_llm(folder: Path, **options: Any) -> LLM:
-    """An engine on the CPU in float32 with blocks of four tokens, all of them full of NaN."""
-    llm = LLM(str(folder), **{"device": "cpu", "dtype": "float32", "block_size": 4, "num_blocks": 256, **options})
-    poison(llm)
-    return llm
-
-
-def search(llm: LLM, prompt: Sequence[int], params: BeamSearchParams) -> RequestOutput:
-    """One beam search."""
-    [out] = llm.beam_search(list(prompt), params, use_tqdm=False)
-    return out
 
 
 def assert_found(out: RequestOutput, expected: Sequence[Found]) -> None:

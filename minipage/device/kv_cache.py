@@ -187,9 +187,8 @@ def plan_num_blocks(
 
 def plan_num_host_blocks(shape: KVShape, swap_space: int, free_memory: int) -> int:
     """How many blocks ``swap_space`` bytes of host memory hold; OutOfMemoryError where less is free."""
-    free_memory = max(
-        free_memory, 0
-    )  # below 0 where others took some meanwhile: who wants none is not refused for that
+    # Below 0 where others took some meanwhile: who wants none is not refused for that.
+    free_memory = max(free_memory, 0)
     if swap_space > free_memory:
         raise OutOfMemoryError(
             f"swap_space={mebibytes(swap_space)} does not fit; {mebibytes(free_memory)} of host memory are free besides "

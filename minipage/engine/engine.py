@@ -79,9 +79,7 @@ class Engine:
             raise InvalidArgumentError(
                 f"request_id={request_id!r} is not allowed; it must be a string that is not empty"
             )
-        if cache_salt is not None and (
-            not isinstance(cache_salt, str) or not cache_salt
-        ):  # "" would be the salt of all others
+        if cache_salt == "" or not isinstance(cache_salt, str | None):  # "" would be the salt of all others
             raise InvalidArgumentError(
                 f"cache_salt={cache_salt!r} is not allowed; it must be a string that is not empty, or None"
             )
@@ -114,9 +112,8 @@ class Engine:
         self, request_id: str, prompt: Prompt, params: Params | None = None, *, cache_salt: str | None = None
     ) -> None:
         """Queue a prompt (text, or token ids). Raises InvalidArgumentError, with nothing queued, for what can never be served."""
-        self.submit(
-            self.prepare(request_id, prompt, SamplingParams() if params is None else params, cache_salt=cache_salt)
-        )
+        params = SamplingParams() if params is None else params
+        self.submit(self.prepare(request_id, prompt, params, cache_salt=cache_salt))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and free its blocks; returns what it had so far, None where it is not there (any more).
